@@ -1,0 +1,37 @@
+// One MoE layer: route, group the tokens by expert, run the experts, combine. One parallel region, no barrier.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "kernels/dispatch.h"
+#include "moe/params.h"
+#include "runtime/executor.h"
+
+namespace hina {
+
+// Tensors of one call; all contiguous. T tokens; which router tensors are read follows from Router::input.
+struct Call {
+  int64_t tokens = 0;
+  const void* hidden_states = nullptr;  // [T, H]
+  void* output = nullptr;               // [T, H], same type
+  DataType type = DataType::kFloat32;   // of hidden_states and output
+  const void* router_logits = nullptr;  // [T, E]
+  DataType router_logits_type = DataType::kFloat32;
+  const void* topk_ids = nullptr;  // [T, k], int64 or int32
+  bool topk_ids_are_int64 = true;
+  const void* topk_weights = nullptr;  // [T, k]
+  DataType topk_weights_type = DataType::kFloat32;
+  int64_t* tokens_per_expert = nullptr;  // [E] or nullptr
+};
+
+// Bytes of workspace for one call with up to `workers` concurrent workers; -1 if that does not fit in 63 bits.
+int64_t workspace_bytes(const Params& params, const Call& call, int workers);
+
+// Runs the layer. `workspace` is 64-byte aligned, of workspace_bytes(). Returns an empty string, or what is wrong with
+// topk_ids. The output is the same bits for any number of workers and threads.
+std::string forward(const Params& params, const KernelSet& kernels, const Call& call, void* workspace, int workers,
+                    const Executor& executor);
+
+}  // namespace hina

@@ -1,0 +1,244 @@
+#include "op/hina_moe.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+
+#include "moe/forward.h"
+#include "op/parse.h"
+#include "op/schema.h"
+#include "runtime/isa.h"
+
+namespace hina {
+namespace {
+
+const OrtApi* g_api = nullptr;  // one per process: every ONNX Runtime in it that registers hands the same table
+
+// Upper bound of concurrent workers. The pool's size is not told to custom ops; surplus calls find no work and return.
+int worker_bound() {
+  constexpr int kLeast = 8, kMost = 1024;
+  return std::clamp(static_cast<int>(std::min<long>(sysconf(_SC_NPROCESSORS_CONF), kMost)), kLeast, kMost);
+}
+
+// A buffer from the session's own allocator, which keeps it for the next call.
+class Buffer {
+ public:
+  Buffer(const OrtApi& api, OrtAllocator* allocator, int64_t bytes) : api_(api), allocator_(allocator) {
+    check(api, api.AllocatorAlloc(allocator, static_cast<size_t>(bytes) + kAlignment, &data_));
+    if (data_ == nullptr) throw Error("HinaMoE: out of memory for " + std::to_string(bytes) + " bytes of workspace");
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (OrtStatus* status = api_.AllocatorFree(allocator_, data_)) api_.ReleaseStatus(status);
+  }
+
+  void* aligned() const {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(data_);
+    return static_cast<std::byte*>(data_) + (kAlignment - at % kAlignment) % kAlignment;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  const OrtApi& api_;
+  OrtAllocator* allocator_;
+  void* data_ = nullptr;
+};
+
+class Kernel {
+ public:
+  Kernel(const OrtApi& api, const OrtKernelInfo* info) : api_(api), node_(parse_node(api, info)) {
+    const IsaChoice choice = choose_isa();
+    if (!choice.error.empty()) throw Error("HinaMoE node '" + node_.name + "': " + choice.error);
+    kernels_ = select_kernels(choice.isa);
+    workers_ = worker_bound();
+    check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
+    report(choice);
+  }
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  ~Kernel() { api_.ReleaseMemoryInfo(memory_info_); }
+
+  // Runs concurrently on one object: everything a call changes is in its own workspace.
+  void compute(OrtKernelContext* context) const {
+    const Params& p = node_.params;
+    Call call;
+    const TensorInfo hidden = input(context, kHiddenStates, p.hidden_size, nullptr, &call.hidden_states);
+    call.type = float_type(hidden.type, "hidden_states");
+    call.tokens = 1;
+    for (size_t axis = 0; axis + 1 < hidden.shape.size(); ++axis) call.tokens *= hidden.shape[axis];
+    if (call.tokens > INT32_MAX)
+      fail("hidden_states has " + std::to_string(call.tokens) + " tokens, expected fewer than 2^31");
+    if (p.router.input == RouterInput::kLogits)
+      call.router_logits_type = float_type(
+          input(context, kRouterLogits, p.num_experts, &call.tokens, &call.router_logits).type, "router_logits");
+    if (p.router.input == RouterInput::kTopK) {
+      const TensorInfo ids = input(context, kTopKIds, p.top_k, &call.tokens, &call.topk_ids);
+      call.topk_ids_are_int64 = ids.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+      call.topk_weights_type =
+          float_type(input(context, kTopKWeights, p.top_k, &call.tokens, &call.topk_weights).type, "topk_weights");
+    }
+    call.output = output(context, 0, hidden.shape);
+    call.tokens_per_expert = static_cast<int64_t*>(optional_output(context, 1, {p.num_experts}));
+
+    const int64_t bytes = workspace_bytes(p, call, workers_);
+    if (bytes < 0) fail("the workspace for " + std::to_string(call.tokens) + " tokens is too large");
+    OrtAllocator* allocator = nullptr;
+    check(api_, api_.KernelContext_GetAllocator(context, memory_info_, &allocator));
+    std::string error;
+    {
+      const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, release_allocator);
+      const Buffer workspace(api_, allocator, bytes);
+      Pool pool{api_, context, nullptr};
+      error = forward(p, kernels_, call, workspace.aligned(), workers_, {&pool, parallel_for});
+      check(api_, pool.status);
+    }
+    if (!error.empty()) fail(error);
+  }
+
+ private:
+  struct Pool {
+    const OrtApi& api;
+    const OrtKernelContext* context;
+    OrtStatus* status;
+  };
+
+  static void release_allocator(OrtAllocator* allocator) { g_api->ReleaseAllocator(allocator); }
+
+  static void parallel_for(void* self, void (*fn)(void*, size_t), size_t total, void* data) {
+    Pool& pool = *static_cast<Pool*>(self);
+    pool.status = pool.api.KernelContext_ParallelFor(pool.context, fn, total, 0, data);
+  }
+
+  [[noreturn]] void fail(const std::string& text) const { throw Error("HinaMoE node '" + node_.name + "': " + text); }
+
+  // Shape checks of a run-time input: the last axis, and as many tokens as hidden_states where `tokens` is given.
+  TensorInfo input(OrtKernelContext* context, int index, int64_t last, const int64_t* tokens, const void** data) const {
+    const OrtValue* value = nullptr;
+    check(api_, api_.KernelContext_GetInput(context, static_cast<size_t>(index), &value));
+    const char* name = kInputs[index].name;
+    if (value == nullptr) fail(std::string("the input ") + name + " is missing");
+    TensorInfo info = tensor_info(api_, value);
+    int64_t count = 1;
+    for (size_t axis = 0; axis + 1 < info.shape.size(); ++axis) count *= info.shape[axis];
+    if (info.shape.empty() || info.shape.back() != last)
+      fail(std::string(name) + " has shape " + shape_text(info.shape) + ", expected a last axis of " +
+           std::to_string(last));
+    if (tokens != nullptr && count != *tokens)
+      fail(std::string(name) + " has shape " + shape_text(info.shape) + ", expected one row for each of the " +
+           std::to_string(*tokens) + " tokens of hidden_states");
+    *data = tensor_data(api_, value);
+    return info;
+  }
+
+  void* output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) const {
+    OrtValue* value = nullptr;
+    check(api_, api_.KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+    void* data = nullptr;
+    if (value != nullptr) check(api_, api_.GetTensorMutableData(value, &data));
+    return data;
+  }
+
+  void* optional_output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) const {
+    size_t count = 0;
+    check(api_, api_.KernelContext_GetOutputCount(context, &count));
+    return index < count ? output(context, index, shape) : nullptr;
+  }
+
+  // HINA_VERBOSE=1: one line per node on stderr, when the session is made.
+  void report(const IsaChoice& choice) const {
+    const char* verbose = std::getenv("HINA_VERBOSE");
+    if (verbose == nullptr || *verbose == '\0' || *verbose == '0') return;
+    const Params& p = node_.params;
+    const Expert& e = p.experts[0];
+    const std::string gate = p.gated ? std::string("gate ") + dot_kernel_name(choice.isa, e.gate.type) + ", " : "";
+    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %sup %s, down %s; isa %s because %s\n",
+                 node_.name.c_str(), static_cast<long long>(p.num_experts), static_cast<long long>(p.top_k),
+                 static_cast<long long>(p.hidden_size), static_cast<long long>(p.intermediate_size), gate.c_str(),
+                 dot_kernel_name(choice.isa, e.up.type), dot_kernel_name(choice.isa, e.down.type), isa_name(choice.isa),
+                 choice.reason.c_str());
+  }
+
+  const OrtApi& api_;
+  Node node_;
+  KernelSet kernels_;
+  int workers_ = 1;
+  OrtMemoryInfo* memory_info_ = nullptr;
+};
+
+OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] { *kernel = new Kernel(*g_api, info); });
+}
+
+OrtStatus* compute(void* kernel, OrtKernelContext* context) {
+  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] { static_cast<const Kernel*>(kernel)->compute(context); });
+}
+
+// The output's shape is that of hidden_states, handed on as it is: a copy made through dimension values would lose the
+// symbolic ones. tokens_per_expert gets no shape: a node may lack that output, which this API cannot ask, and releases
+// up to 1.26 then write out of bounds.
+OrtStatus* infer_shapes(const OrtCustomOp*, OrtShapeInferContext* context) {
+  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] {
+    OrtTensorTypeAndShapeInfo* hidden = nullptr;
+    check(*g_api, g_api->ShapeInferContext_GetInputTypeShape(context, 0, &hidden));
+    check(*g_api, g_api->ShapeInferContext_SetOutputTypeShape(context, 0, hidden));
+  });
+}
+
+// One op per activation type: up to 1.23 the type of an output must be known from the op or from its one input of any
+// type. The other inputs take any type here and are checked when a kernel is made.
+struct TypedOp : OrtCustomOp {
+  ONNXTensorElementDataType activation_type;
+};
+
+const TypedOp& typed(const OrtCustomOp* op) { return *static_cast<const TypedOp*>(op); }
+
+TypedOp make_op(ONNXTensorElementDataType activation_type, bool infers_shapes) {
+  TypedOp op{};
+  op.activation_type = activation_type;
+  op.version = kMinimumOrtApi;
+  op.GetName = [](const OrtCustomOp*) { return kOpType; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return kFixedInputs + 1; };
+  op.GetInputType = [](const OrtCustomOp* self, size_t index) {
+    return index == kHiddenStates ? typed(self).activation_type : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
+    if (index >= kFixedInputs) return INPUT_OUTPUT_VARIADIC;
+    return kInputs[index].required ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 2; };
+  op.GetOutputType = [](const OrtCustomOp* self, size_t index) {
+    return index == 0 ? typed(self).activation_type : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+  };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) {
+    return index == 0 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  };
+  op.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = compute;
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  if (infers_shapes) op.InferOutputShapeFn = infer_shapes;
+  op.GetStartVersion = [](const OrtCustomOp*) { return kOpsetVersion; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return INT32_MAX; };
+  return op;
+}
+
+}  // namespace
+
+std::vector<const OrtCustomOp*> hina_moe_ops(const OrtApi* api, bool infers_shapes) {
+  g_api = api;
+  static const TypedOp ops[] = {make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, infers_shapes),
+                                make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, infers_shapes),
+                                make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, infers_shapes)};
+  return {&ops[0], &ops[1], &ops[2]};
+}
+
+}  // namespace hina

@@ -1,0 +1,86 @@
+#include "op/ort_api.h"
+
+namespace hina {
+namespace {
+
+TensorInfo read(const OrtApi& api, const OrtTensorTypeAndShapeInfo* info) {
+  TensorInfo result;
+  check(api, api.GetTensorElementType(info, &result.type));
+  size_t rank = 0;
+  check(api, api.GetDimensionsCount(info, &rank));
+  result.shape.resize(rank);
+  check(api, api.GetDimensions(info, result.shape.data(), rank));
+  return result;
+}
+
+}  // namespace
+
+void check(const OrtApi& api, OrtStatus* status) {
+  if (status == nullptr) return;
+  const std::string message = api.GetErrorMessage(status);
+  api.ReleaseStatus(status);
+  throw Error(message);
+}
+
+bool succeeded(const OrtApi& api, OrtStatus* status) {
+  if (status == nullptr) return true;
+  api.ReleaseStatus(status);
+  return false;
+}
+
+TensorInfo tensor_info(const OrtApi& api, const OrtValue* value) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(api, api.GetTensorTypeAndShape(value, &info));
+  try {
+    TensorInfo result = read(api, info);
+    api.ReleaseTensorTypeAndShapeInfo(info);
+    result.has_shape = true;
+    return result;
+  } catch (...) {  // released and thrown on
+    api.ReleaseTensorTypeAndShapeInfo(info);
+    throw;
+  }
+}
+
+TensorInfo declared_info(const OrtApi& api, const OrtKernelInfo* info, size_t input) {
+  OrtTypeInfo* type = nullptr;
+  check(api, api.KernelInfo_GetInputTypeInfo(info, input, &type));
+  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+  OrtStatus* status = api.CastTypeInfoToTensorInfo(type, &tensor);
+  TensorInfo result;
+  try {
+    check(api, status);
+    if (tensor != nullptr) {
+      result = read(api, tensor);
+      result.has_shape = !result.shape.empty();  // no shape and a scalar cannot be told apart here
+    }
+    api.ReleaseTypeInfo(type);
+    return result;
+  } catch (...) {  // released and thrown on
+    api.ReleaseTypeInfo(type);
+    throw;
+  }
+}
+
+const void* tensor_data(const OrtApi& api, const OrtValue* value) {
+  void* data = nullptr;
+  check(api, api.GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return data;
+}
+
+std::string type_name(ONNXTensorElementDataType type) {
+  constexpr const char* kNames[] = {"undefined", "float32", "uint8",     "int8",       "uint16",  "int16",
+                                    "int32",     "int64",   "string",    "bool",       "float16", "float64",
+                                    "uint32",    "uint64",  "complex64", "complex128", "bfloat16"};
+  if (static_cast<size_t>(type) < sizeof kNames / sizeof *kNames) return kNames[type];
+  return "element type " + std::to_string(static_cast<int>(type));
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string out = "[";
+  for (size_t i = 0; i < shape.size(); ++i)
+    out += (i > 0 ? ", " : "") + (shape[i] < 0 ? std::string("?") : std::to_string(shape[i]));
+  return out + "]";
+}
+
+}  // namespace hina

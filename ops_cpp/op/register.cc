@@ -1,0 +1,98 @@
+// The two symbols that the library exports.
+#include <cstdio>
+#include <string>
+
+#include "kernels/dispatch.h"
+#include "op/hina_moe.h"
+#include "op/json.h"
+#include "op/schema.h"
+#include "runtime/isa.h"
+
+#define HINA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace hina {
+namespace {
+
+// Releases before 1.24 crash in shape inference of a custom op when an optional input is left out.
+bool can_infer_shapes(const char* version) {
+  int major = 0, minor = 0;
+  return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || minor >= 24);
+}
+
+// Domains live as long as the session options that use them, which nobody tells us about: one for the process.
+OrtCustomOpDomain* domain(const OrtApi& api, bool infers_shapes) {
+  static OrtCustomOpDomain* const made = [&] {
+    OrtCustomOpDomain* d = nullptr;
+    check(api, api.CreateCustomOpDomain(kDomain, &d));
+    for (const OrtCustomOp* op : hina_moe_ops(&api, infers_shapes)) check(api, api.CustomOpDomain_Add(d, op));
+    return d;
+  }();
+  return made;
+}
+
+std::string cpu_info_json() {
+  const CpuFeatures& cpu = cpu_features();
+  const IsaChoice choice = choose_isa();
+  const bool known = choice.error.empty();
+  return "{\"vendor\":" + json_string(cpu.vendor) + ",\"model\":" + json_string(cpu.model) +
+         ",\"features\":" + json_strings(cpu.names) +
+         ",\"isa\":" + (known ? json_string(isa_name(choice.isa)) : "null") +
+         ",\"isa_reason\":" + json_string(known ? choice.reason : choice.error) +
+         ",\"isa_cap\":" + (choice.cap.empty() ? "null" : json_string(choice.cap)) +
+         ",\"minimum_ort_api\":" + std::to_string(kMinimumOrtApi) + "}";
+}
+
+template <typename Kernel>
+void append_kernels(std::string& out, const char* family, const std::vector<Kernel>& kernels) {
+  for (const Kernel& kernel : kernels)
+    out += std::string(out.size() > 1 ? "," : "") + "{\"name\":" + json_string(kernel.name) +
+           ",\"family\":" + json_string(family) + ",\"isa\":" + json_string(isa_name(kernel.isa)) + "}";
+}
+
+std::string kernels_json() {
+  std::string out = "[";
+  append_kernels(out, "dot", dot_kernels());
+  append_kernels(out, "convert", convert_kernels());
+  append_kernels(out, "activation", activation_kernels());
+  return out + "]";
+}
+
+}  // namespace
+}  // namespace hina
+
+// ONNX Runtime calls this from SessionOptions.register_custom_ops_library.
+HINA_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace hina;
+  const OrtApi* api = base->GetApi(kMinimumOrtApi);
+  if (api == nullptr) {
+    const std::string message = "hina-ort " HINA_VERSION " needs ONNX Runtime 1." + std::to_string(kMinimumOrtApi) +
+                                " or later, but this is ONNX Runtime " + base->GetVersionString();
+    return base->GetApi(1)->CreateStatus(ORT_FAIL, message.c_str());
+  }
+  return guarded(*api, ORT_FAIL, [&] {
+    check(*api, api->AddCustomOpDomain(options, domain(*api, can_infer_shapes(base->GetVersionString()))));
+  });
+}
+
+// JSON about the library: topic "version", "cpu_info", "kernels" or "op_schema"; nullptr for any other topic. The text
+// is valid until the calling thread asks again.
+HINA_EXPORT const char* HinaQuery(const char* topic) {
+  using namespace hina;
+  thread_local std::string answer;
+  try {
+    const std::string name = topic == nullptr ? "" : topic;
+    if (name == "version")
+      answer = json_string(HINA_VERSION);
+    else if (name == "cpu_info")
+      answer = cpu_info_json();
+    else if (name == "kernels")
+      answer = kernels_json();
+    else if (name == "op_schema")
+      answer = schema_json();
+    else
+      return nullptr;
+    return answer.c_str();
+  } catch (...) {  // out of memory: nothing may leave a C function
+    return nullptr;
+  }
+}

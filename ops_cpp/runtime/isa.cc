@@ -1,0 +1,125 @@
+#include "runtime/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace hina {
+namespace {
+
+constexpr const char* kIsaNames[kIsaCount] = {"portable", "avx2"};
+
+#if defined(__x86_64__)
+
+struct Leaf {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+Leaf cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Leaf r;
+  __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+  return r;
+}
+
+unsigned long long xcr0() {
+  unsigned lo = 0, hi = 0;
+  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  return (static_cast<unsigned long long>(hi) << 32) | lo;
+}
+
+std::string trimmed(const char* text, size_t n) {
+  std::string s(text, strnlen(text, n));
+  const size_t first = s.find_first_not_of(' ');
+  const size_t last = s.find_last_not_of(' ');
+  return first == std::string::npos ? std::string() : s.substr(first, last - first + 1);
+}
+
+CpuFeatures read_cpu() {
+  CpuFeatures cpu;
+  const Leaf l0 = cpuid(0);
+  char vendor[12];
+  std::memcpy(vendor, &l0.b, 4);
+  std::memcpy(vendor + 4, &l0.d, 4);
+  std::memcpy(vendor + 8, &l0.c, 4);
+  cpu.vendor = trimmed(vendor, sizeof vendor);
+  if (cpuid(0x80000000u).a >= 0x80000004u) {
+    char brand[48];
+    for (unsigned i = 0; i < 3; ++i) {
+      const Leaf l = cpuid(0x80000002u + i);
+      std::memcpy(brand + 16 * i, &l, 16);
+    }
+    cpu.model = trimmed(brand, sizeof brand);
+  }
+  const Leaf l1 = cpuid(1);
+  const Leaf l7 = l0.a >= 7 ? cpuid(7) : Leaf{};
+  const Leaf l7_1 = l0.a >= 7 && l7.a >= 1 ? cpuid(7, 1) : Leaf{};
+  const unsigned long long state = (l1.c >> 27) & 1 ? xcr0() : 0;
+  const bool ymm = (state & 0x6) == 0x6;
+  const bool zmm = ymm && (state & 0xe0) == 0xe0;
+  const bool tiles = (state & 0x60000) == 0x60000;
+  const struct {
+    const char* name;
+    unsigned reg;
+    int bit;
+    bool usable;
+  } table[] = {
+      {"avx", l1.c, 28, ymm},          {"fma", l1.c, 12, ymm},         {"f16c", l1.c, 29, ymm},
+      {"avx2", l7.b, 5, ymm},          {"avx_vnni", l7_1.a, 4, ymm},   {"avx512f", l7.b, 16, zmm},
+      {"avx512bw", l7.b, 30, zmm},     {"avx512vl", l7.b, 31, zmm},    {"avx512_vnni", l7.c, 11, zmm},
+      {"avx512_bf16", l7_1.a, 5, zmm}, {"avx512_fp16", l7.d, 23, zmm}, {"amx_tile", l7.d, 24, tiles},
+      {"amx_bf16", l7.d, 22, tiles},   {"amx_int8", l7.d, 25, tiles},
+  };
+  bool avx2 = false, fma = false, f16c = false;
+  for (const auto& f : table) {
+    if (!f.usable || !((f.reg >> f.bit) & 1)) continue;
+    cpu.names.emplace_back(f.name);
+    avx2 |= std::strcmp(f.name, "avx2") == 0;
+    fma |= std::strcmp(f.name, "fma") == 0;
+    f16c |= std::strcmp(f.name, "f16c") == 0;
+  }
+  cpu.avx2_fma_f16c = avx2 && fma && f16c;
+  return cpu;
+}
+
+#else
+
+CpuFeatures read_cpu() { return {}; }
+
+#endif
+
+}  // namespace
+
+const char* isa_name(Isa isa) { return kIsaNames[static_cast<int>(isa)]; }
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures cpu = read_cpu();
+  return cpu;
+}
+
+IsaChoice choose_isa() {
+  IsaChoice choice;
+  const bool avx2 = cpu_features().avx2_fma_f16c;
+  choice.isa = avx2 ? Isa::kAvx2 : Isa::kPortable;
+  choice.reason = avx2 ? "the CPU has AVX2, FMA and F16C" : "the CPU lacks AVX2, FMA or F16C";
+  const char* cap = std::getenv("HINA_ISA");
+  if (cap == nullptr || *cap == '\0') return choice;
+  choice.cap = cap;
+  for (int i = 0; i < kIsaCount; ++i) {
+    if (choice.cap != kIsaNames[i]) continue;
+    if (static_cast<Isa>(i) < choice.isa) {
+      choice.isa = static_cast<Isa>(i);
+      choice.reason = "HINA_ISA=" + choice.cap + " caps the choice";
+    } else {
+      choice.reason += " and HINA_ISA=" + choice.cap + " allows it";
+    }
+    return choice;
+  }
+  choice.error = "HINA_ISA is '" + choice.cap + "', expected one of:";
+  for (const char* name : kIsaNames) choice.error += std::string(" ") + name;
+  return choice;
+}
+
+}  // namespace hina

@@ -1,0 +1,227 @@
+// Whole layers on random sizes and rules: the same bits for 1, 2 and 4 threads and for any order of the tokens'
+// company; nothing read from the workspace before it is written; every buffer exactly as long as it must be (for the
+// sanitizers).
+#include "moe/forward.h"
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "kernels/convert/scalar.h"
+#include "runtime/isa.h"
+
+using namespace hina;
+
+namespace {
+
+std::mt19937 g_random(11);
+
+int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(g_random); }
+float normal() { return std::normal_distribution<float>()(g_random); }
+
+struct Buffers {
+  std::vector<std::unique_ptr<std::byte[]>> all;
+
+  std::byte* filled(int64_t count, DataType type, float scale = 1.0f) {
+    const int64_t size = type == DataType::kFloat32 ? 4 : 2;
+    all.push_back(std::make_unique<std::byte[]>(static_cast<size_t>(count * size)));
+    std::byte* data = all.back().get();
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = normal() * scale;
+      if (type == DataType::kFloat32) store<DataType::kFloat32>(data, i, value);
+      if (type == DataType::kFloat16) store<DataType::kFloat16>(data, i, value);
+      if (type == DataType::kBFloat16) store<DataType::kBFloat16>(data, i, value);
+    }
+    return data;
+  }
+
+  Matrix matrix(int64_t rows, int64_t cols) {
+    const DataType type = static_cast<DataType>(pick(0, 2));
+    return {filled(rows * cols, type, 1.0f / std::sqrt(static_cast<float>(cols))),
+            cols * (type == DataType::kFloat32 ? 4 : 2), type};
+  }
+};
+
+std::vector<float> bias(int64_t n) {
+  std::vector<float> values(pick(0, 1) ? static_cast<size_t>(n) : 0);
+  for (float& v : values) v = normal();
+  return values;
+}
+
+Expert random_expert(Buffers& buffers, int64_t hidden, int64_t size, bool gated) {
+  Expert e;
+  if (gated) e.gate = buffers.matrix(size, hidden), e.gate_bias = bias(size);
+  e.up = buffers.matrix(size, hidden), e.up_bias = bias(size);
+  e.down = buffers.matrix(hidden, size), e.down_bias = bias(hidden);
+  return e;
+}
+
+Params random_layer(Buffers& buffers) {
+  Params p;
+  p.hidden_size = pick(1, 80);
+  p.intermediate_size = pick(1, 70);
+  const int64_t groups = pick(1, 3);
+  p.num_experts = groups * pick(1, 30);
+  p.top_k = pick(1, std::min<int64_t>(p.num_experts, 6));
+  p.gated = pick(0, 3) > 0;
+  p.weights_on_input = pick(0, 3) == 0;
+  p.activation = static_cast<Activation>(pick(0, kActivationCount - 1));
+  p.router.input = static_cast<RouterInput>(pick(0, 2));
+  p.router.score_func = static_cast<ScoreFunc>(pick(0, 4));
+  if (p.router.score_func == ScoreFunc::kSparsemixer) {
+    if (p.num_experts < 2)
+      p.router.score_func = ScoreFunc::kSoftmax;
+    else
+      p.top_k = 2;
+  }
+  if (p.router.score_func == ScoreFunc::kSoftmax || p.router.score_func == ScoreFunc::kSigmoid) {
+    p.router.n_group = groups;
+    p.router.topk_group = pick(1, groups);
+    p.router.group_score = static_cast<GroupScore>(pick(0, 1));
+  }
+  p.router.mix_from_selection = false;
+  p.router.norm_topk_prob = pick(0, 1);
+  p.router.ties_to_highest = pick(0, 1);
+  p.router.weight = buffers.matrix(p.num_experts, p.hidden_size);
+  p.router.bias = bias(p.num_experts);
+  p.router.correction = bias(p.num_experts);
+  for (int64_t e = 0; e < p.num_experts; ++e)
+    p.experts.push_back(random_expert(buffers, p.hidden_size, p.intermediate_size, p.gated));
+  if (pick(0, 2) == 0) {
+    p.shared_intermediate_size = pick(1, 90);
+    p.shared_gated = p.gated;
+    p.shared = random_expert(buffers, p.hidden_size, p.shared_intermediate_size, p.shared_gated);
+    if (pick(0, 1)) p.shared_gate = buffers.matrix(1, p.hidden_size);
+  }
+  return p;
+}
+
+struct Threads {
+  int count;
+};
+
+void parallel_for(void* self, void (*fn)(void*, size_t), size_t total, void* data) {
+  std::atomic<size_t> next{0};
+  const auto drain = [&] {
+    for (size_t i; (i = next++) < total;) fn(data, i);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < static_cast<Threads*>(self)->count; ++i) threads.emplace_back(drain);
+  drain();
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::string run(const Params& p, Call call, int threads, std::vector<std::byte>& output, std::vector<int64_t>& counts) {
+  constexpr int kWorkers = 8;
+  call.output = output.data();
+  call.tokens_per_expert = counts.data();
+  const int64_t bytes = workspace_bytes(p, call, kWorkers);
+  CHECK(bytes >= 0, "workspace");
+  std::unique_ptr<void, void (*)(void*)> workspace(
+      std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64 + 64)), std::free);
+  std::memset(workspace.get(), 0xff, static_cast<size_t>(bytes));  // NaN, and ids of -1
+  Threads pool{threads};
+  return forward(p, select_kernels(choose_isa().isa), call, workspace.get(), kWorkers, {&pool, parallel_for});
+}
+
+void test_layer(int round) {
+  Buffers buffers;
+  const Params p = random_layer(buffers);
+  Call call;
+  call.tokens = pick(0, 1) ? pick(0, 4) : pick(0, 150);
+  call.type = static_cast<DataType>(pick(0, 2));
+  const int64_t size = call.type == DataType::kFloat32 ? 4 : 2, row = p.hidden_size * size;
+  call.hidden_states = buffers.filled(call.tokens * p.hidden_size, call.type);
+  call.router_logits = buffers.filled(call.tokens * p.num_experts, DataType::kFloat32);
+  call.topk_weights = buffers.filled(call.tokens * p.top_k, DataType::kFloat32);
+  std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k));
+  for (int64_t& id : ids) id = pick(0, p.num_experts - 1);
+  call.topk_ids = ids.data();
+
+  std::vector<std::byte> first(static_cast<size_t>(call.tokens * row));
+  std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
+  CHECK(run(p, call, 1, first, counts).empty(), "round %d", round);
+  int64_t total = 0;
+  for (const int64_t c : counts) total += c;
+  CHECK(total == call.tokens * p.top_k, "round %d: counts add up to %ld", round, (long)total);
+  for (int64_t i = 0; i < call.tokens * p.hidden_size; ++i) {
+    const float value = call.type == DataType::kFloat32   ? load<DataType::kFloat32>(first.data(), i)
+                        : call.type == DataType::kFloat16 ? load<DataType::kFloat16>(first.data(), i)
+                                                          : load<DataType::kBFloat16>(first.data(), i);
+    // Mixing weights handed in may be anything, norms may be near zero: only NaN shows an unwritten read.
+    CHECK(!std::isnan(value), "round %d: element %ld is NaN", round, (long)i);
+  }
+  for (const int threads : {2, 4}) {
+    std::vector<std::byte> again(first.size());
+    std::vector<int64_t> again_counts(counts.size());
+    CHECK(run(p, call, threads, again, again_counts).empty(), "round %d", round);
+    CHECK(again == first && again_counts == counts, "round %d: %d threads change the result", round, threads);
+  }
+  if (call.tokens == 0) return;
+  const int64_t t = pick(0, call.tokens - 1);  // one token alone
+  Call alone = call;
+  alone.tokens = 1;
+  alone.hidden_states = static_cast<const std::byte*>(call.hidden_states) + t * row;
+  alone.router_logits = static_cast<const std::byte*>(call.router_logits) + t * p.num_experts * 4;
+  alone.topk_ids = ids.data() + t * p.top_k;
+  alone.topk_weights = static_cast<const std::byte*>(call.topk_weights) + t * p.top_k * 4;
+  std::vector<std::byte> one(static_cast<size_t>(row));
+  CHECK(run(p, alone, 2, one, counts).empty(), "round %d", round);
+  CHECK(std::memcmp(one.data(), first.data() + t * row, static_cast<size_t>(row)) == 0,
+        "round %d: token %ld depends on its batch", round, (long)t);
+}
+
+void test_bad_ids() {
+  Buffers buffers;
+  Params p = random_layer(buffers);
+  p.router.input = RouterInput::kTopK;
+  Call call;
+  call.tokens = 3;
+  call.hidden_states = buffers.filled(call.tokens * p.hidden_size, DataType::kFloat32);
+  call.topk_weights = buffers.filled(call.tokens * p.top_k, DataType::kFloat32);
+  for (const int64_t bad : {p.num_experts, int64_t{-1}, std::numeric_limits<int64_t>::min(), int64_t{1} << 40}) {
+    std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k), 0);
+    ids.back() = bad;
+    call.topk_ids = ids.data();
+    std::vector<std::byte> output(static_cast<size_t>(call.tokens * p.hidden_size * 4));
+    std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
+    const std::string error = run(p, call, 2, output, counts);
+    CHECK(error.find(std::to_string(bad)) != std::string::npos, "%s", error.c_str());
+  }
+}
+
+// Random bits as logits, NaN and infinities among them, must not lead anything astray.
+void test_any_logits() {
+  for (int round = 0; round < 100; ++round) {
+    Buffers buffers;
+    Params p = random_layer(buffers);
+    p.router.input = RouterInput::kLogits;
+    Call call;
+    call.tokens = pick(1, 30);
+    call.hidden_states = buffers.filled(call.tokens * p.hidden_size, DataType::kFloat32);
+    std::vector<uint32_t> logits(static_cast<size_t>(call.tokens * p.num_experts));
+    for (uint32_t& bits : logits) {
+      const uint32_t special[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0u};
+      bits = pick(0, 1) ? special[pick(0, 3)] : static_cast<uint32_t>(g_random());
+    }
+    call.router_logits = logits.data();
+    std::vector<std::byte> output(static_cast<size_t>(call.tokens * p.hidden_size * 4));
+    std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
+    CHECK(run(p, call, 2, output, counts).empty(), "round %d", round);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
+  for (int round = 0; round < rounds; ++round) test_layer(round);
+  test_bad_ids();
+  test_any_logits();
+  std::printf("forward: passed, %d layers, isa %s\n", rounds, isa_name(choose_isa().isa));
+}
