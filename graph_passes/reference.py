@@ -161,13 +161,13 @@ def _activate(spec: MoeSpec, g: Array) -> Array:
         case "silu":
             return g * sigmoid(spec.activation_alpha * g)
         case "gelu":
-            return 0.5 * g * (1.0 + _erf(g / math.sqrt(2.0)))
+            cdf: Array = 0.5 * (1.0 + _erf(g / math.sqrt(2.0)))
+            return g * cdf
         case "gelu_tanh":
             return 0.5 * g * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * g**3)))
-        case "relu":
-            return np.maximum(g, 0.0)
-        case "relu2":
-            return np.maximum(g, 0.0) ** 2
+        case "relu" | "relu2":
+            positive: Array = np.maximum(g, 0.0)
+            return positive if spec.activation == "relu" else positive**2
         case _:
             return g
 

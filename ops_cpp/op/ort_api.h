@@ -12,9 +12,10 @@
 
 namespace hina {
 
-// The lowest API version with everything this library calls: shape inference and parallel-for of custom ops came with
-// 17 (ONNX Runtime 1.17). Asking for no more is what lets one binary work with every later release.
-constexpr uint32_t kMinimumOrtApi = 17;
+// The lowest API version that this library works with: shape inference and parallel-for of custom ops came with 17
+// (ONNX Runtime 1.17), and that release still refuses activations and router inputs of different types. Asking for no
+// more is what lets one binary work with every later release.
+constexpr uint32_t kMinimumOrtApi = 18;
 
 // A fault of the model or of the inputs; the text goes to the user as it is.
 class Error : public std::runtime_error {

@@ -1,0 +1,26 @@
+"""Settings for all tests: no network, and tests of exporters that are not in this environment are left out."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _major(package: str) -> int:
+    try:
+        return int(metadata.version(package).split(".")[0])
+    except metadata.PackageNotFoundError:
+        return 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    available = {"optimum": bool(_major("optimum")), "dynamo": _major("transformers") >= 5 and bool(_major("torch"))}
+    for item in items:
+        for name, present in available.items():
+            if item.get_closest_marker(name) and not present:
+                item.add_marker(pytest.mark.skip(reason=f"needs the {name} environment, see CONTRIBUTING.md"))
