@@ -18,6 +18,8 @@ namespace hina {
 namespace {
 
 constexpr int kLanes = 8;
+constexpr int kTriples = 8;      // triples of tokens against one block of rows
+constexpr int64_t kBlock = 512;  // elements of k: 4 rows x 512 float32 are 8 KiB
 
 template <DataType type>
 constexpr int64_t kSize = type == DataType::kFloat32 ? 4 : 2;
@@ -66,34 +68,56 @@ HINA_INLINE void reduce(const __m256* acc, int64_t acc_stride, float* out) {
   }
 }
 
-template <DataType type, int kRows, int kTokens>
-HINA_INLINE void tile(const void* const* rows, const float* const* tokens, int64_t k, float* out, int64_t out_stride) {
-  const char* w[kRows];
-  const float* x[kTokens];
+// One tile of accumulators; `load` and `store` park it between blocks of k.
+template <int kRows, int kTokens>
+struct Tile {
   __m256 acc[kRows][kTokens];
-  HINA_UNROLL
-  for (int r = 0; r < kRows; ++r) w[r] = static_cast<const char*>(rows[r]);
-  HINA_UNROLL
-  for (int t = 0; t < kTokens; ++t) x[t] = tokens[t];
-  HINA_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    HINA_UNROLL
-    for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm256_setzero_ps();
-  }
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) {
-    __m256 xv[kTokens];
-    HINA_UNROLL
-    for (int t = 0; t < kTokens; ++t) xv[t] = _mm256_loadu_ps(x[t] + i);
+
+  HINA_INLINE void clear() {
     HINA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const __m256 wv = widen<type>(w[r] + i * kSize<type>);
       HINA_UNROLL
-      for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm256_fmadd_ps(wv, xv[t], acc[r][t]);
+      for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm256_setzero_ps();
     }
   }
-  if (i < k) {
-    const int64_t left = k - i;
+  HINA_INLINE void load(const __m256* parked) {
+    HINA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      HINA_UNROLL
+      for (int t = 0; t < kTokens; ++t) acc[r][t] = parked[r * kTokens + t];
+    }
+  }
+  HINA_INLINE void store(__m256* parked) const {
+    HINA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      HINA_UNROLL
+      for (int t = 0; t < kTokens; ++t) parked[r * kTokens + t] = acc[r][t];
+    }
+  }
+
+  // Adds the products of elements [from, to); only the last block of k may have a length that is no multiple of eight.
+  template <DataType type>
+  HINA_INLINE void add(const void* const* rows, const float* const* tokens, int64_t from, int64_t to) {
+    const char* w[kRows];
+    const float* x[kTokens];
+    HINA_UNROLL
+    for (int r = 0; r < kRows; ++r) w[r] = static_cast<const char*>(rows[r]);
+    HINA_UNROLL
+    for (int t = 0; t < kTokens; ++t) x[t] = tokens[t];
+    int64_t i = from;
+    for (; i + kLanes <= to; i += kLanes) {
+      __m256 xv[kTokens];
+      HINA_UNROLL
+      for (int t = 0; t < kTokens; ++t) xv[t] = _mm256_loadu_ps(x[t] + i);
+      HINA_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const __m256 wv = widen<type>(w[r] + i * kSize<type>);
+        HINA_UNROLL
+        for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm256_fmadd_ps(wv, xv[t], acc[r][t]);
+      }
+    }
+    if (i == to) return;
+    const int64_t left = to - i;
     __m256 xv[kTokens];
     HINA_UNROLL
     for (int t = 0; t < kTokens; ++t) xv[t] = _mm256_maskload_ps(x[t] + i, tail_mask(left));
@@ -104,15 +128,53 @@ HINA_INLINE void tile(const void* const* rows, const float* const* tokens, int64
       for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm256_fmadd_ps(wv, xv[t], acc[r][t]);
     }
   }
-  HINA_UNROLL
-  for (int t = 0; t < kTokens; ++t) reduce<kRows>(&acc[0][t], kTokens, out + t * out_stride);
+
+  HINA_INLINE void finish(float* out, int64_t out_stride) const {
+    HINA_UNROLL
+    for (int t = 0; t < kTokens; ++t) reduce<kRows>(&acc[0][t], kTokens, out + t * out_stride);
+  }
+};
+
+template <DataType type, int kRows, int kTokens>
+HINA_INLINE void tile(const void* const* rows, const float* const* tokens, int64_t k, float* out, int64_t out_stride) {
+  Tile<kRows, kTokens> t;
+  t.clear();
+  t.template add<type>(rows, tokens, 0, k);
+  t.finish(out, out_stride);
+}
+
+// Triples of tokens against one group of rows, k in blocks: a block of the rows stays in the L1 cache for all triples
+// (without, rows and tokens of 8 KiB each push one another out and every load comes from L2).
+template <DataType type, int kRows>
+HINA_INLINE void blocked_triples(const void* const* rows, const float* const* tokens, int n_triples, int64_t k,
+                                 float* out, int64_t out_stride) {
+  __m256 parked[kTriples][kRows * 3];
+  for (int64_t from = 0; from < k; from += kBlock) {
+    const int64_t to = from + kBlock < k ? from + kBlock : k;
+    for (int i = 0; i < n_triples; ++i) {
+      Tile<kRows, 3> t;
+      if (from == 0)
+        t.clear();
+      else
+        t.load(parked[i]);
+      t.template add<type>(rows, tokens + 3 * i, from, to);
+      if (to == k)
+        t.finish(out + 3 * i * out_stride, out_stride);
+      else
+        t.store(parked[i]);
+    }
+  }
 }
 
 template <DataType type, int kRows>
 HINA_INLINE void row_group(const void* const* rows, const float* const* tokens, int n_tokens, int64_t k, float* out,
                            int64_t out_stride) {
   int t = 0;
-  for (; t + 3 <= n_tokens; t += 3) tile<type, kRows, 3>(rows, tokens + t, k, out + t * out_stride, out_stride);
+  while (n_tokens - t >= 3) {
+    const int n = (n_tokens - t) / 3 < kTriples ? (n_tokens - t) / 3 : kTriples;
+    blocked_triples<type, kRows>(rows, tokens + t, n, k, out + t * out_stride, out_stride);
+    t += 3 * n;
+  }
   if (n_tokens - t == 2) tile<type, kRows, 2>(rows, tokens + t, k, out + t * out_stride, out_stride);
   if (n_tokens - t == 1) tile<type, kRows, 1>(rows, tokens + t, k, out + t * out_stride, out_stride);
 }
