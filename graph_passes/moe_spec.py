@@ -161,7 +161,7 @@ class MoeSpec:
             parts.append(f"shared I={self.shared_intermediate_size}")
         shown = {"hidden_size", "intermediate_size", "num_experts", "top_k", "shared_intermediate_size"}
         shown |= {"weight_inputs", "experts_stacked", "router_input"}
-        parts += [self.score_func, self.activation]
+        parts += ["router left in the graph" if self.router_input == "topk_ids" else self.score_func, self.activation]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in shown | {"score_func", "activation"} and value != field.default:

@@ -1,0 +1,292 @@
+"""Cut one block out of a model and run it alone in ONNX Runtime.
+
+The cut starts at the inputs of a MoeMatch and ends at its output. Large weights become inputs of the cut, so that they
+are read where they are mapped and never copied. Values outside the block of which only the shape is read (sequence
+lengths taken from the token ids, say) become inputs too, and are fed with zeros of a fitting shape. ONNX Runtime has
+few bfloat16 kernels on CPU, so a block in bfloat16 runs in float32.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx_ir import serde
+
+from graph_passes.external_data import EXTERNAL_BYTES, release
+from graph_passes.matchers.match import MoeMatch
+
+_OUTSIDE_STEPS = 64
+"""How far back a value of which only the shape is read is followed to see whether it belongs to the block."""
+
+_BFLOAT16 = ir.DataType.BFLOAT16.numpy()
+
+Feeds = Mapping[ir.Value, npt.NDArray[Any]]
+
+
+class CutError(Exception):
+    """The block cannot be cut out or run; the message says why."""
+
+
+class Cut:
+    """A block that runs alone: see the module docstring.
+
+    `dtype` is the type of hidden_states in the cut. Raises CutError when the block depends on a value that the match
+    does not name, or when ONNX Runtime refuses it.
+    """
+
+    def __init__(self, model: ir.Model, match: MoeMatch) -> None:
+        self._match = match
+        self.dtype = _widened(match.hidden_states.dtype or match.output.dtype or _weight_dtype(match))
+        sources = [match.hidden_states, *match.inputs.values()]
+        nodes, self._shape_only = _collect(match.output, sources)
+        used = {v: None for node in nodes for v in _read_by(node) if v.const_value is not None and v.is_initializer()}
+        routing = {source.value for source in match.constants.values()}
+        self._weights = [v for v in used if v in routing or _is_large(v)]
+        inputs = [*sources, *self._shape_only, *self._weights]
+        view = ir.GraphView(
+            inputs,
+            [match.output],
+            nodes=nodes,
+            initializers=[v for v in used if v not in self._weights],
+            opset_imports=model.graph.opset_imports,
+            name="block",
+        )
+        graph = view.clone()
+        self._names = {value: f"in{index}" for index, value in enumerate(inputs)}
+        for value, clone in zip(inputs, graph.inputs, strict=True):
+            clone.const_value = None
+            clone.name = self._names[value]
+            clone.type = ir.TensorType(self._dtype(value))
+            clone.shape = None
+        graph.outputs[0].name = "out"
+        graph.outputs[0].type, graph.outputs[0].shape = ir.TensorType(self.dtype), None
+        _widen(graph)
+        self._session = _session(ir.Model(graph, ir_version=min(model.ir_version, 10)))
+
+    def run(self, feeds: Feeds, tokens: int) -> npt.NDArray[Any]:
+        """Run on `feeds` (one row per token) and return the block's output, shaped as hidden_states.
+
+        `feeds` may also hold initializers, to be used in place of what they contain.
+        """
+        hidden = self._match.hidden_states
+        leading = _leading_shape(hidden.shape, tokens)
+        known = _symbols(hidden.shape, leading)
+        named: dict[str, npt.NDArray[Any]] = {}
+        for value in (hidden, *self._match.inputs.values()):
+            shape = leading if value.shape is not None and len(value.shape) == len(leading) + 1 else (tokens,)
+            shape = leading if value is hidden else shape
+            named[self._names[value]] = feeds[value].reshape(*shape, feeds[value].shape[-1])
+        for value in self._shape_only:
+            named[self._names[value]] = np.zeros(_guess_shape(value, leading, known), self._dtype(value).numpy())
+        for value in self._weights:
+            assert value.const_value is not None
+            named[self._names[value]] = feeds[value] if value in feeds else value.const_value.numpy()
+        widened = {name: a.astype(np.float32) if a.dtype == _BFLOAT16 else a for name, a in named.items()}
+        try:
+            output = self._session.run(["out"], widened)[0]
+        except Exception as error:  # ONNX Runtime has no base class for its errors
+            raise CutError(_first_line(error)) from error
+        expected = named[self._names[hidden]].shape
+        if output.shape != expected:
+            raise CutError(f"its output is {list(output.shape)} for hidden states {list(expected)}")
+        result: npt.NDArray[Any] = output
+        return result
+
+    def close(self) -> None:
+        """Unmap the weights."""
+        for value in self._weights:
+            release(value.const_value)
+
+    def _dtype(self, value: ir.Value) -> ir.DataType:
+        if value.const_value is not None:
+            return _widened(value.const_value.dtype)
+        if value is self._match.inputs.get("topk_ids"):
+            return value.dtype or ir.DataType.INT64
+        return _widened(value.dtype or self.dtype)
+
+
+def block_values(match: MoeMatch) -> set[ir.Value]:
+    """Values that the block of `match` computes from its inputs, its output among them."""
+    boundary = {match.hidden_states, *match.inputs.values()}
+    return _between(boundary, _ancestors(match.output, boundary)) - boundary
+
+
+def _widened(dtype: ir.DataType) -> ir.DataType:
+    return ir.DataType.FLOAT if dtype == ir.DataType.BFLOAT16 else dtype
+
+
+def _widen(graph: ir.Graph) -> None:
+    """Turn every bfloat16 of `graph` into float32."""
+    for value in graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype == ir.DataType.BFLOAT16:
+            value.const_value = ir.Tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+    for node in graph.all_nodes():
+        for name, attribute in list(node.attributes.items()):
+            if (
+                attribute.type == ir.AttributeType.INT
+                and name in ("to", "dtype")
+                and attribute.as_int() == ir.DataType.BFLOAT16
+            ):
+                node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == ir.DataType.BFLOAT16:
+                tensor = ir.Tensor(attribute.as_tensor().numpy().astype(np.float32))
+                node.attributes[name] = ir.AttrTensor(name, tensor)
+    for value in [v for node in graph.all_nodes() for v in node.outputs] + list(graph.initializers.values()):
+        if value.dtype == ir.DataType.BFLOAT16:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _weight_dtype(match: MoeMatch) -> ir.DataType:
+    return next(sources[0].dtype for sources in match.weights.values())
+
+
+def _is_large(value: ir.Value) -> bool:
+    tensor = value.const_value
+    return tensor is not None and tensor.nbytes >= EXTERNAL_BYTES and tensor.dtype.is_floating_point()
+
+
+def _read_by(node: ir.Node) -> Iterator[ir.Value]:
+    """Values the node reads: its inputs, and those its subgraphs take from outside."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        graphs: Sequence[ir.Graph] = ()
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs = (attribute.as_graph(),)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs = attribute.as_graphs()
+        for graph in graphs:
+            inner = list(graph.all_nodes())
+            own = {value for n in inner for value in n.outputs} | set(graph.inputs) | set(graph.initializers.values())
+            yield from (v for n in inner for v in n.inputs if v is not None and v not in own)
+
+
+def _collect(output: ir.Value, sources: Sequence[ir.Value]) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Nodes between `sources` and `output` in topological order, and the outside values only Shape nodes read."""
+    boundary = set(sources)
+    inside = _between(boundary, _ancestors(output, boundary))
+    outside: dict[ir.Value, None] = {}
+    ordered: list[ir.Node] = []
+    entered: set[ir.Node] = set()
+    done: set[ir.Node] = set()
+    start = output.producer()
+    pending = [start] if start is not None else []
+    while pending:
+        node = pending[-1]
+        if node in done:
+            pending.pop()
+            continue
+        missing = []
+        for value in _read_by(node) if node not in entered else ():
+            if value in boundary or value in outside or value.is_initializer():
+                continue
+            if node.op_type == "Shape" and not _reaches(value, inside):
+                outside[value] = None
+                continue
+            producer = value.producer()
+            if producer is None:
+                raise CutError(f"it depends on {value.name} besides {', '.join(str(s.name) for s in sources)}")
+            missing.append(producer)
+        entered.add(node)
+        waiting = [producer for producer in missing if producer not in done]
+        pending.extend(waiting)
+        if not waiting:
+            done.add(node)
+            ordered.append(node)
+            pending.pop()
+    return ordered, list(outside)
+
+
+def _ancestors(output: ir.Value, boundary: set[ir.Value]) -> set[ir.Value]:
+    """Values that `output` is computed from without going through Shape nodes."""
+    found: set[ir.Value] = set()
+    pending = [output]
+    while pending:
+        value = pending.pop()
+        if value in found or value in boundary:
+            continue
+        found.add(value)
+        node = value.producer()
+        if node is not None and node.op_type != "Shape":
+            pending.extend(_read_by(node))
+    return found
+
+
+def _between(boundary: set[ir.Value], ancestors: set[ir.Value]) -> set[ir.Value]:
+    """`boundary` and the values among `ancestors` that are computed from it."""
+    found: set[ir.Value] = set()
+    pending = list(boundary)
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found.add(value)
+            pending.extend(v for node in value.consumers() for v in node.outputs if v in ancestors)
+    return found
+
+
+def _reaches(value: ir.Value, inside: set[ir.Value]) -> bool:
+    """Whether `value` belongs to the block: it is computed from a value `inside` it within a few steps."""
+    seen: set[ir.Value] = set()
+    pending = deque([value])
+    while pending and len(seen) < _OUTSIDE_STEPS:
+        current = pending.popleft()
+        if current in inside:
+            return True
+        node = current.producer()
+        if current not in seen and node is not None:
+            pending.extend(_read_by(node))
+        seen.add(current)
+    return False
+
+
+def _leading_shape(shape: ir.Shape | None, tokens: int) -> tuple[int, ...]:
+    """Token axes of hidden_states for `tokens` tokens: [1, T], a real batch where it divides, or what is fixed."""
+    axes = 2 if shape is None else len(shape) - 1
+    if axes <= 1:
+        return (tokens,)
+    batch = 3 if tokens % 3 == 0 else 1
+    if shape is not None and isinstance(shape[0], int) and shape[0] > 0:
+        batch = shape[0] if tokens % shape[0] == 0 else 1
+    return (batch, *([1] * (axes - 2)), tokens // batch)
+
+
+def _symbols(shape: ir.Shape | None, leading: Sequence[int]) -> dict[str, int]:
+    """Sizes of the named axes of hidden_states."""
+    if shape is None:
+        return {}
+    return {d.value: size for d, size in zip(shape, leading, strict=False) if isinstance(d, ir.SymbolicDim) and d.value}
+
+
+def _guess_shape(value: ir.Value, leading: Sequence[int], known: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape for an outside value: named axes as in hidden_states, others by their place."""
+    if value.shape is None:
+        return (*leading, 1)
+    sizes = []
+    for axis, dim in enumerate(value.shape):
+        if isinstance(dim, int):
+            sizes.append(dim)
+        else:
+            sizes.append(known.get(dim.value or "", leading[axis] if axis < len(leading) else 1))
+    return tuple(sizes)
+
+
+def _session(model: ir.Model) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        data = serde.serialize_model(model).SerializeToString()
+        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime has no base class for its errors
+        raise CutError(f"ONNX Runtime does not load it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

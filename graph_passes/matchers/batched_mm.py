@@ -1,0 +1,307 @@
+"""Experts as batched matrix products: the weights of each token's experts are gathered from stacked tensors.
+
+The pattern of transformers' `batched_mm` experts, as torch.onnx exports it:
+
+    x [T, H] -> every token k times [T*k, H] -> MatMul with GatherND(W [E, 2I, H], ids) -> activation
+      -> MatMul with GatherND(W [E, H, I], ids) -> Mul by mixing weights -> Reshape [T, k, H] -> ReduceSum(axis 1)
+
+A place is the set of weight gathers by one ids value. Everything else is found from there by dataflow: which
+product is the down projection, whether weights lie [N, K] or [K, N] (by the axis that contracts), biases, limits,
+and the combine. Shared experts are a parallel branch and stay in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from graph_passes.matchers import expert_mlp, router
+from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
+from graph_passes.matchers.views import (
+    NoMatch,
+    constant,
+    dim,
+    integers,
+    is_standard,
+    is_view,
+    node_axes,
+    only_consumer,
+    operand,
+    other_operand,
+    produced_by,
+    rank,
+    reshape_chain,
+    strip,
+    swaps_last_two,
+    weight,
+)
+from graph_passes.moe_spec import MoeSpec
+
+FAMILY = "batched_mm"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One batched product: `output` = x @ W[ids].T, W as the op reads it (`[E, N, K]` after `source.transpose`)."""
+
+    node: ir.Node
+    x: ir.Value
+    source: WeightSource
+    bias: WeightSource | None = None
+
+
+def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
+    """Find every block of this family in `graph`: a match, or a Miss that says where and why it is none."""
+    places: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        if _gathers_experts(node):
+            places.setdefault(strip(operand(node, 1)), []).append(node)
+    results: list[MoeMatch | Miss] = []
+    for ids, gathers in places.items():
+        products = [p for gather in gathers for p in _products(gather)]
+        if not products:
+            continue
+        try:
+            results.append(_match(ids, products))
+        except NoMatch as problem:
+            results.append(Miss((problem.node or products[0].node).name or "", problem.reason))
+        except ValueError as problem:
+            results.append(Miss(products[0].node.name or "", str(problem)))
+    return results
+
+
+def _gathers_experts(node: ir.Node) -> bool:
+    """Whether the node looks up matrices of a stacked `[E, ., .]` initializer by computed ids."""
+    if node.op_type not in ("Gather", "GatherND") or not is_standard(node):
+        return False
+    source = weight(operand(node, 0))
+    if node.op_type == "Gather":
+        first_axis = node.attributes.get_int("axis", 0) == 0
+    else:
+        first_axis = node.attributes.get_int("batch_dims", 0) == 0 and dim(operand(node, 1), -1) == 1
+    return source is not None and len(source.shape) == 3 and first_axis and constant(operand(node, 1)) is None
+
+
+def _products(gather: ir.Node) -> Iterator[Projection]:
+    """The products that the gathered matrices enter, with the layout of the weights read off the operand order."""
+    source = weight(operand(gather, 0))
+    assert source is not None
+    pending = [(gather.outputs[0], source)]
+    while pending:
+        value, stored = pending.pop()
+        for node in value.consumers():
+            if not is_standard(node):
+                continue
+            if node.op_type == "Transpose" and swaps_last_two(node):
+                pending.append((node.outputs[0], replace(stored, transpose=not stored.transpose)))
+            elif node.op_type in ("Cast", "Identity") and is_view(node):
+                pending.append((node.outputs[0], stored))
+            elif node.op_type == "MatMul":
+                left = node.inputs[0] is value
+                vector = operand(node, 1 if left else 0)
+                if _has_unit_axis(vector, 2 if left else 1):
+                    layout = stored if left else replace(stored, transpose=not stored.transpose)
+                    yield Projection(node, vector, layout)
+
+
+def _has_unit_axis(value: ir.Value, axis: int) -> bool:
+    """Whether `axis` of a value with three axes has size 1, by its shape or by the Unsqueeze that makes it."""
+    if (size := dim(value, axis)) is not None:
+        return size == 1
+    node = produced_by(value, "Unsqueeze", through_views=False)
+    axes = None if node is None else node_axes(node)
+    return axes is not None and len(axes) == 1 and axes[0] in (axis, axis - 3)
+
+
+def _match(ids: ir.Value, products: list[Projection]) -> MoeMatch:
+    first = products[0].node
+    experts = {p.source.shape[0] for p in products}
+    if len(experts) != 1:
+        raise NoMatch(first, f"the stacked weights hold different numbers of experts: {sorted(experts)}")
+    hidden: dict[int, tuple[ir.Value, int]] = {}
+    for index, product in enumerate(products):
+        if (repeated := _repeated(product.x)) is not None:
+            hidden[index] = repeated
+    inputs = [p for i, p in enumerate(products) if i in hidden]
+    downs = [p for i, p in enumerate(products) if i not in hidden]
+    if len(downs) != 1 or not inputs:
+        raise NoMatch(
+            first,
+            f"expected one down projection and projections of the repeated tokens, found {len(downs)} and "
+            f"{len(inputs)}; export with set_experts_implementation('batched_mm')",
+        )
+    if len({strip(value) for value, _ in hidden.values()}) != 1:
+        raise NoMatch(first, "the projections of an expert read different tokens")
+    tokens, repeats = next(iter(hidden.values()))
+    combine = _combine(downs[0], ids)
+    if combine.top_k != repeats:
+        raise NoMatch(combine.node, f"tokens are repeated {repeats} times, but {combine.top_k} outputs are summed")
+    return _assemble(ids, tokens, inputs, combine)
+
+
+def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine: _Combine) -> MoeMatch:
+    down = combine.down
+    experts, hidden_size, intermediate_size = down.source.shape
+    mlp = expert_mlp.recognise(down.x)
+    halves = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+    sources = dict(zip(mlp.layout, halves, strict=False))
+    weights: dict[str, tuple[WeightSource, ...]] = {}
+    biases: dict[str, tuple[WeightSource, ...]] = {}
+    for name, half in sources.items():
+        projection = _projection_at(half.source, inputs, ids)
+        weights[name] = (projection.source,)
+        if projection.bias is not None:
+            biases[name + "_bias"] = (projection.bias,)
+        rows = 2 * intermediate_size if name == "gate_up_proj" else intermediate_size
+        if projection.source.shape != (experts, rows, hidden_size):
+            raise NoMatch(
+                projection.node,
+                f"the weights of {name} are {list(projection.source.shape)}, expected {[experts, rows, hidden_size]} "
+                f"to go with down_proj {list(down.source.shape)}",
+            )
+    weights["down_proj"] = (down.source,)
+    if down.bias is not None:
+        biases["down_proj_bias"] = (down.bias,)
+    routing = router.recognise(combine.mixing, ids, tokens, combine.top_k)
+    if routing.num_experts is not None and routing.num_experts != experts:
+        raise NoMatch(
+            combine.node,
+            f"the router scores {routing.num_experts} experts, but the stacked weights hold {experts}: experts are "
+            "missing or unused; export the model again",
+        )
+    hidden_states, output = _outermost(tokens, combine.output)
+    spec = MoeSpec(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=experts,
+        top_k=combine.top_k,
+        weight_inputs=(*weights, *biases),
+        **mlp.layout_fields,
+        **mlp.fields,
+        **routing.fields,
+    )
+    return MoeMatch(
+        _name(routing, combine.node),
+        FAMILY,
+        spec,
+        hidden_states,
+        output,
+        routing.inputs,
+        routing.constants,
+        {**weights, **biases},
+    )
+
+
+def _name(routing: router.Router, node: ir.Node) -> str:
+    """The module path of the block, read off its router's weight (`layers.0.mlp.gate.weight`), else the node's name."""
+    source = routing.constants.get("router_weight")
+    path = (source.value.name or "").split(".")[:-2] if source is not None else []
+    return ".".join(path) or node.name or ""
+
+
+def _repeated(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """The tokens `[T, H]` and k when `value` holds every token k times in a row, else None."""
+    node = strip(value).producer()
+    if node is None or node.op_type not in ("Expand", "Tile") or not is_standard(node):
+        return None
+    inner, counts = operand(node, 0), integers(operand(node, 1))
+    axes = rank(inner)
+    if counts is None or axes is None or len(counts) != axes or len(counts) < 2:
+        return None
+    # [T, 1, H] -> [T, k, H], or as Tile also [T, H] -> [T, k * H]: both lay the copies of a token side by side.
+    axis = -2 if len(counts) > 2 else -1
+    if node.op_type == "Expand" and axis == -1:
+        return None
+    others = [c for i, c in enumerate(counts) if i != len(counts) + axis]
+    if any(c != 1 for c in others) or (axis == -2 and dim(inner, -2) != 1):
+        return None
+    return next(v for v in reshape_chain(inner) if rank(v) != axes or axis == -1), counts[axis]
+
+
+@dataclass(frozen=True)
+class _Combine:
+    """The end of a block: `output` [T, H] = sum over k of `mixing` * (down projection and its bias)."""
+
+    node: ir.Node
+    down: Projection
+    mixing: ir.Value
+    top_k: int
+    output: ir.Value
+
+
+def _combine(down: Projection, ids: ir.Value) -> _Combine:
+    value, mixing, node = down.node.outputs[0], None, down.node
+    while True:
+        node = only_consumer(value)
+        if is_view(node):
+            pass
+        elif node.op_type == "Add" and is_standard(node) and mixing is None and down.bias is None:
+            down = replace(down, bias=_gathered_bias(node, value, ids))
+        elif node.op_type == "Mul" and is_standard(node) and mixing is None:
+            mixing = other_operand(node, value)
+        elif node.op_type == "ReduceSum" and is_standard(node) and mixing is not None:
+            break
+        else:
+            raise NoMatch(
+                node, f"{node.op_type} after the down projection; expected bias, mixing weights, and a sum over top-k"
+            )
+        value = node.outputs[0]
+    axes, top_k = node_axes(node), dim(value, -2)
+    if rank(value) is None or top_k is None or dim(value, -1) != down.source.shape[1] or axes is None:
+        raise NoMatch(node, f"ReduceSum does not sum a tensor [tokens, top_k, {down.source.shape[1]}]")
+    if len(axes) != 1 or axes[0] not in (-2, (rank(value) or 0) - 2):
+        raise NoMatch(node, f"ReduceSum runs over axes {list(axes)}, expected the experts of a token")
+    assert mixing is not None
+    return _Combine(node, down, mixing, top_k, node.outputs[0])
+
+
+def _gathered_bias(addition: ir.Node, product: ir.Value, ids: ir.Value) -> WeightSource:
+    """The stacked bias `[E, N]` that an Add joins to a product, gathered by the same ids."""
+    gather = produced_by(other_operand(addition, product), "Gather", "GatherND")
+    source = None if gather is None else weight(operand(gather, 0))
+    if gather is None or source is None or len(source.shape) != 2 or strip(operand(gather, 1)) is not ids:
+        raise NoMatch(addition, "what is added to a projection is not a bias gathered by the ids of its expert")
+    return source
+
+
+def _projection_at(value: ir.Value, inputs: list[Projection], ids: ir.Value) -> Projection:
+    """The projection (with its bias, if one is added) whose result `value` is."""
+    addition = produced_by(value, "Add")
+    candidates = [value] if addition is None else [v for v in addition.inputs if v is not None]
+    for candidate in candidates:
+        for projection in inputs:
+            if strip(candidate) is projection.node.outputs[0]:
+                if addition is None:
+                    return projection
+                return replace(projection, bias=_gathered_bias(addition, candidate, ids))
+    raise NoMatch(value.producer(), f"{value.name} is not one of the projections of the repeated tokens")
+
+
+def _outermost(tokens: ir.Value, summed: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The pair of equally shaped values, furthest out, between which the block lies.
+
+    `tokens` [T, H] may be a Reshape of `[B, S, H]`, and `summed` [T, H] may be reshaped back to it.
+    """
+    outputs = [summed]
+    while len(outputs[-1].consumers()) == 1 and not outputs[-1].is_graph_output():
+        node = outputs[-1].consumers()[0]
+        if not is_view(node):
+            break
+        outputs.append(node.outputs[0])
+    for hidden in reversed(list(reshape_chain(tokens))):
+        for output in reversed(outputs):
+            if _same_shape(hidden, output) and hidden.dtype == output.dtype:
+                return hidden, output
+    for output in outputs:
+        if output.dtype == tokens.dtype and rank(output) == rank(tokens) == 2:
+            return tokens, output
+    raise NoMatch(summed.producer(), f"no value after {summed.name} has the shape and type of the tokens {tokens.name}")
+
+
+def _same_shape(a: ir.Value, b: ir.Value) -> bool:
+    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return False
+    known = all(isinstance(d, int) or d.value is not None for d in (*a.shape, *b.shape))
+    return known and list(a.shape) == list(b.shape)

@@ -1,0 +1,366 @@
+"""One expert's branch of an unrolled loop: from the mask of its tokens to the scatter of their outputs.
+
+NonZero(mask of expert e) -> (token, slot)
+output[token] += mixing[token, slot] * mlp_e(x[token])
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from graph_passes.matchers import expert_mlp
+from graph_passes.matchers.match import WeightSource
+from graph_passes.matchers.views import (
+    RESHAPES,
+    NoMatch,
+    integers,
+    is_standard,
+    is_view,
+    operand,
+    produced_by,
+    scalar,
+    strip,
+    swaps_last_two,
+    weight,
+)
+
+_INDEX_OPS = frozenset({"Transpose", "Split", "Slice", "Gather", "Expand", "Cast", *RESHAPES})
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens of one expert: `ids [T, k]`, expert id (None: computed), labels of the rows that NonZero gives."""
+
+    nonzero: ir.Node
+    ids: ir.Value
+    expert: int | None
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What one expert's branch computes, and where it is added.
+
+    `accumulator` is the node that adds it to the others; `tokens` is x before the gather, `mixing` the weights
+    `[T, k]`; `layout` and `fields` are words of MoeSpec; `weights` maps weight fields to their sources. `adds` is
+    False for a scatter that overwrites, which is a sum only when no token comes twice.
+    """
+
+    expert: int
+    scatter: ir.Node
+    accumulator: ir.Node
+    adds: bool
+    tokens: ir.Value
+    mixing: ir.Value
+    layout: tuple[str, ...]
+    fields: Mapping[str, Any]
+    weights: Mapping[str, WeightSource] = field(default_factory=dict)
+
+
+def find_mask(nonzero: ir.Node) -> Mask | None:
+    """The expert mask that `nonzero` reads: a row of OneHot(ids), or ids == e; None when it is something else."""
+    value = operand(nonzero, 0)
+    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity", "Squeeze"):
+        value = operand(node, 0)
+    if node is None or not is_standard(node):
+        return None
+    if node.op_type == "Equal":
+        for index in (0, 1):
+            expert = integers(node.inputs[index])
+            ids = operand(node, 1 - index)
+            if expert is not None and len(expert) == 1 and produced_by(ids, "TopK"):
+                return Mask(nonzero, strip(ids), expert[0], ("token", "slot"))
+        return None
+    labelled = _labels(operand(node, 0)) if node.op_type == "Gather" else None
+    if labelled is None:
+        return None
+    ids, labels = labelled
+    axis = node.attributes.get_int("axis", 0)
+    if labels[axis] != "expert":
+        return None
+    rows = tuple(label for label in labels if label != "expert")
+    experts = integers(node.inputs[1])
+    return Mask(nonzero, ids, experts[0] if experts is not None and len(experts) == 1 else None, rows)
+
+
+def _labels(value: ir.Value) -> tuple[ir.Value, list[str]] | None:
+    """Ids and axis labels of OneHot(ids) or ids == arange, behind Cast and Transpose."""
+    node = value.producer()
+    if node is None or not is_standard(node):
+        return None
+    if node.op_type in ("Cast", "Identity"):
+        return _labels(operand(node, 0))
+    if node.op_type == "Transpose":
+        inner, perm = _labels(operand(node, 0)), node.attributes.get_ints("perm", None)
+        if inner is None or perm is None or len(perm) != len(inner[1]):
+            return None
+        return inner[0], [inner[1][axis] for axis in perm]
+    if node.op_type == "OneHot":
+        labels = ["token", "slot"]
+        axis = node.attributes.get_int("axis", -1)
+        labels.insert(axis if axis >= 0 else len(labels) + 1 + axis, "expert")
+        return (strip(operand(node, 0)), labels) if integers(node.inputs[2]) == (0, 1) else None
+    if node.op_type == "Equal":
+        for index in (0, 1):
+            ids = integers(node.inputs[index])
+            if ids is not None and ids == tuple(range(len(ids))):
+                return strip(operand(node, 1 - index)), ["token", "slot", "expert"]
+    return None
+
+
+def parse(mask: Mask) -> Branch:
+    """Read the branch of `mask`, whose expert id is constant. Raises NoMatch, naming the node where it parts."""
+    assert mask.expert is not None
+    scatter = _find_scatter(mask)
+    reduction = scatter.attributes.get_string("reduction", "none")
+    if reduction not in ("none", "add"):
+        raise NoMatch(scatter, f"{scatter.op_type} combines the experts' outputs by {reduction}, expected a sum")
+    if scatter.op_type == "ScatterElements" and scatter.attributes.get_int("axis", 0) != 0:
+        raise NoMatch(scatter, "ScatterElements does not scatter along the token axis")
+    accumulator = scatter if reduction == "add" else _addition(scatter)
+    product = produced_by(follow(operand(scatter, 2), "Expand"), "Mul")
+    if product is None:
+        raise NoMatch(scatter, "what is scattered is not an expert's output times its mixing weight")
+    for index in (0, 1):
+        mixing = _mixing(operand(product, index), mask)
+        if mixing is not None:
+            output = operand(product, 1 - index)
+            break
+    else:
+        raise NoMatch(product, "the expert's output is not multiplied by its token's mixing weight")
+    tokens, layout, fields, weights = _mlp(output, mask)
+    if _row(operand(scatter, 1), mask) != "token":
+        raise NoMatch(scatter, "the experts' outputs are not scattered to the tokens that chose them")
+    adds = reduction == "add"
+    return Branch(mask.expert, scatter, accumulator, adds, tokens, mixing, layout, fields, weights)
+
+
+def follow(value: ir.Value, *more: str) -> ir.Value:
+    """The value behind all views and nodes of the types `more`; NoMatch at one that fixes the number of tokens."""
+    while (node := value.producer()) is not None and (is_view(node) or (node.op_type in more and is_standard(node))):
+        _refuse_fixed_tokens(node)
+        value = operand(node, 0)
+    return value
+
+
+def _refuse_fixed_tokens(node: ir.Node) -> None:
+    target = integers(node.inputs[1]) if node.op_type in ("Reshape", "Expand") and len(node.inputs) > 1 else None
+    if not target:
+        return
+    if all(size > 0 for size in target) and (node.op_type == "Reshape" or max(target[:-1] or target) > 1):
+        raise NoMatch(
+            node,
+            f"{node.op_type} fixes the shape {list(target)}: the export is valid only for the number of tokens that it "
+            "was traced with; export it again with dynamic axes and an exporter that keeps them",
+        )
+
+
+def _find_scatter(mask: Mask) -> ir.Node:
+    """The one ScatterElements or ScatterND that takes its indices from the mask."""
+    found: dict[ir.Node, None] = {}
+    pending = deque(mask.nonzero.outputs)
+    while pending:
+        for use in pending.popleft().uses():
+            node, index = use.node, use.idx
+            if node.op_type in ("ScatterElements", "ScatterND") and index == 1:
+                found[node] = None
+            elif node.op_type in _INDEX_OPS and index == 0:
+                pending.extend(node.outputs)
+    if len(found) != 1:
+        raise NoMatch(
+            mask.nonzero, f"the tokens of expert {mask.expert} are scattered {len(found)} times, expected once"
+        )
+    return next(iter(found))
+
+
+def _row(value: ir.Value, mask: Mask) -> str | None:
+    """Which row of the mask's NonZero `value` is ("token" or "slot"), or None."""
+    value = follow(value, "Expand")
+    node = value.producer()
+    if node is None or node.op_type not in ("Split", "Slice", "Gather"):
+        return None
+    if node.op_type == "Split":
+        row, axis = value.index(), node.attributes.get_int("axis", 0)
+    elif node.op_type == "Gather":
+        picked = integers(node.inputs[1])
+        row, axis = (picked[0] if picked and len(picked) == 1 else None), node.attributes.get_int("axis", 0)
+    else:
+        start, end, axes = (integers(v) for v in (*node.inputs, None, None)[1:4])
+        if not start or not end or not axes or len(start) != 1 or end[0] != start[0] + 1:
+            return None
+        row, axis = start[0], axes[0]
+    source = operand(node, 0)
+    transpose = produced_by(source, "Transpose", through_views=False)
+    if transpose is not None:
+        source = operand(transpose, 0)
+    if source.producer() is not mask.nonzero or axis % 2 != (1 if transpose is not None else 0):
+        return None
+    return mask.rows[row] if row is not None and 0 <= row < len(mask.rows) else None
+
+
+def _addition(scatter: ir.Node) -> ir.Node:
+    """The Add behind a scatter into zeros without reduction."""
+    if scalar(operand(scatter, 0)) != 0.0:
+        raise NoMatch(scatter, f"{scatter.op_type} without reduction overwrites values other than zeros")
+    consumers = [node for node in scatter.outputs[0].consumers() if node.op_type != "Shape"]
+    if len(consumers) != 1 or consumers[0].op_type != "Add" or not is_standard(consumers[0]):
+        raise NoMatch(scatter, "the scattered output of an expert is not added to the others")
+    return consumers[0]
+
+
+def _mixing(value: ir.Value, mask: Mask) -> ir.Value | None:
+    """The weights `[T, k]` when `value` is their entries at (token, slot), else None."""
+    gather = follow(value, "Expand").producer()
+    if gather is None or len(gather.inputs) < 2:
+        return None
+    indices = operand(gather, 1)
+    if gather.op_type == "Gather" and gather.attributes.get_int("axis", 0) == 0:
+        return follow(operand(gather, 0)) if _is_flat_index(indices, mask) else None
+    if gather.op_type == "GatherND" and gather.attributes.get_int("batch_dims", 0) == 0:
+        pair = produced_by(indices, "Concat")
+        rows = [] if pair is None else [_row(v, mask) for v in pair.inputs if v is not None]
+        return follow(operand(gather, 0)) if rows == ["token", "slot"] else None
+    return None
+
+
+def _is_flat_index(value: ir.Value, mask: Mask) -> bool:
+    """Whether `value` is token * k + slot. That k is the right number is left to the probe where it is computed."""
+    addition = produced_by(follow(value), "Add")
+    if addition is None:
+        return False
+    for index in (0, 1):
+        product = produced_by(operand(addition, index), "Mul")
+        if product is None or _row(operand(addition, 1 - index), mask) != "slot":
+            continue
+        return "token" in (_row(operand(product, 0), mask), _row(operand(product, 1), mask))
+    return False
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """x @ weight.T + bias. `columns`: tokens run along the last axis of the projection's input."""
+
+    x: ir.Value
+    weight: WeightSource
+    bias: WeightSource | None
+    columns: bool
+
+
+_Mlp = tuple[ir.Value, tuple[str, ...], dict[str, Any], dict[str, WeightSource]]
+
+
+def _mlp(output: ir.Value, mask: Mask) -> _Mlp:
+    """Tokens before the gather, layout, MoeSpec fields and weights of the expert that computes `output`."""
+    value, columns = _orient(output, False)
+    down = _project(value, columns)
+    arithmetic = expert_mlp.recognise(down.x)
+    layout = arithmetic.layout
+    inner = [_project(half.source, down.columns) for half in (arithmetic.gate, arithmetic.up) if half is not None]
+    projections = dict(zip(layout, inner, strict=False)) | {"down_proj": down}
+    weights = {name: projection.weight for name, projection in projections.items()}
+    weights |= {f"{name}_bias": p.bias for name, p in projections.items() if p.bias is not None}
+    tokens = {_tokens(p.x, p.columns, mask) for name, p in projections.items() if name != "down_proj"}
+    if len(tokens) != 1:
+        raise NoMatch(down.x.producer(), "gate and up read different values")
+    return tokens.pop(), layout, {**arithmetic.fields, **arithmetic.layout_fields}, weights
+
+
+def _orient(value: ir.Value, columns: bool) -> tuple[ir.Value, bool]:
+    """Go behind views and Transposes of matrices; each of them swaps rows and columns."""
+    value = follow(value)
+    while (node := produced_by(value, "Transpose", through_views=False)) is not None and swaps_last_two(node):
+        value, columns = follow(operand(node, 0)), not columns
+    return value, columns
+
+
+def _project(value: ir.Value, columns: bool) -> _Projection:
+    value = follow(value)
+    bias: WeightSource | None = None
+    addition = produced_by(value, "Add", through_views=False)
+    if addition is not None and not columns:
+        for index in (0, 1):
+            bias = weight(operand(addition, index))
+            if bias is not None:
+                value = follow(operand(addition, 1 - index))
+                break
+    node = value.producer()
+    if node is None or node.op_type not in ("MatMul", "Gemm") or not is_standard(node):
+        raise NoMatch(node, f"expected the projection of an expert (MatMul or Gemm) at {value.name}")
+    if node.op_type == "Gemm":
+        return _gemm(node, bias, columns)
+    source = _weight(operand(node, 0 if columns else 1))
+    if source is None:
+        raise NoMatch(node, "the weights of an expert are computed by the graph or not stored as an initializer")
+    if not columns:
+        source = WeightSource(source.value, not source.transpose, source.index)
+    x, columns = _orient(operand(node, 1 if columns else 0), columns)
+    return _Projection(x, source, bias, columns)
+
+
+def _gemm(node: ir.Node, bias: WeightSource | None, columns: bool) -> _Projection:
+    attributes = node.attributes
+    plain = attributes.get_float("alpha", 1.0) == 1.0 and attributes.get_float("beta", 1.0) == 1.0
+    source = _weight(operand(node, 1))
+    if columns or not plain or attributes.get_int("transA", 0) != 0 or source is None:
+        raise NoMatch(node, "Gemm is not a plain projection by stored weights")
+    if not attributes.get_int("transB", 0):
+        source = WeightSource(source.value, not source.transpose, source.index)
+    own = node.inputs[2] if len(node.inputs) > 2 else None
+    if own is not None and (bias is not None or (bias := weight(own)) is None):
+        raise NoMatch(node, "the bias of a projection is computed by the graph or added twice")
+    return _Projection(follow(operand(node, 0)), source, bias, False)
+
+
+def _weight(value: ir.Value) -> WeightSource | None:
+    """The stored weights behind `value`, also when they are one entry, picked by a constant, of a stacked tensor."""
+    direct = weight(value)
+    if direct is not None:
+        return direct
+    transpose = False
+    while (node := value.producer()) is not None and node.op_type in ("Transpose", "Squeeze", "Identity"):
+        if node.op_type == "Transpose":
+            if not swaps_last_two(node):
+                return None
+            transpose = not transpose
+        value = operand(node, 0)
+    if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
+        return None
+    stacked, index = weight(operand(node, 0)), integers(node.inputs[1])
+    if stacked is None or index is None or len(index) != 1 or index[0] < 0:
+        return None
+    return WeightSource(stacked.value, stacked.transpose != transpose, index[0])
+
+
+def _tokens(value: ir.Value, columns: bool, mask: Mask) -> ir.Value:
+    """x in x[token]: the rows that the expert reads."""
+    gather = follow(value).producer()
+    if gather is not None and gather.op_type == "Transpose" and not columns:
+        gather = follow(operand(gather, 0)).producer()
+    if columns or gather is None or gather.op_type not in ("Gather", "GatherND"):
+        raise NoMatch(gather, f"expert {mask.expert} does not read the tokens that chose it by Gather or GatherND")
+    if _row(operand(gather, 1), mask) != "token":
+        raise NoMatch(gather, f"expert {mask.expert} reads other rows than those of its tokens")
+    data = operand(gather, 0)
+    node = data.producer()
+    if gather.op_type == "GatherND" and node is not None and node.op_type == "Transpose":
+        data = operand(node, 0)
+    return data
+
+
+def common_shape(name: str, branches: list[Branch]) -> tuple[int, ...]:
+    """Shape of weight field `name`, the same in every branch, else NoMatch."""
+    first = branches[0].weights[name].shape
+    for branch in branches:
+        shape = branch.weights[name].shape
+        if shape != first:
+            raise NoMatch(
+                branch.scatter,
+                f"{name} of expert {branch.expert} is {list(shape)}, of expert {branches[0].expert} {list(first)}: "
+                "experts of different sizes cannot be one HinaMoE",
+            )
+    return first

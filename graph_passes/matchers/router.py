@@ -1,0 +1,328 @@
+"""How a graph chooses experts: from the mixing weights and ids back to the logits, in every spelling.
+
+`recognise` reads, from the end to the beginning: scaling, normalisation, the k weights, the top-k, the group mask,
+the correction bias, the scores, the logits. A router that it cannot read in full stays in the graph, and the node
+gets ids and weights: an unknown router never hinders a fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+from graph_passes.matchers.match import WeightSource
+from graph_passes.matchers.sparsemixer import recognise_sparsemixer
+from graph_passes.matchers.views import (
+    NoMatch,
+    dim,
+    integers,
+    is_last_axis,
+    is_view,
+    operand,
+    other_operand,
+    produced_by,
+    rank,
+    reduces_last,
+    scalar,
+    strip,
+    weight,
+    with_scalar,
+)
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router part of a match: MoeSpec `fields` (router_input among them), node `inputs` and `constants`.
+
+    `num_experts` is the width of the router, None when the router was not recognised; `note` says why it was not.
+    """
+
+    fields: Mapping[str, Any]
+    inputs: Mapping[str, ir.Value] = field(default_factory=dict)
+    constants: Mapping[str, WeightSource] = field(default_factory=dict)
+    num_experts: int | None = None
+    note: str = ""
+
+
+def recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: int) -> Router:
+    """Read the router of a block.
+
+    `mixing` and `ids` are the k weights and expert ids of each token, both `[..., k]` up to views, in the same
+    order; `hidden_states` are the tokens, which decides whether the router's own projection can be drawn in; k is
+    `top_k`. Raises NoMatch when the router is not recognised and neither has an axis of that size.
+    """
+    try:
+        return _recognise(mixing, ids, hidden_states)
+    except NoMatch as problem:
+        inputs = {"topk_ids": per_token(ids, top_k), "topk_weights": per_token(mixing, top_k)}
+        return Router({"router_input": "topk_ids"}, inputs, note=problem.reason)
+
+
+def per_token(value: ir.Value, top_k: int) -> ir.Value:
+    """The value with a last axis of size `top_k` behind `value` and its views; NoMatch when there is none."""
+    candidate: ir.Value | None = value
+    while candidate is not None:
+        if dim(candidate, -1) == top_k and (rank(candidate) or 0) > 1:
+            return candidate
+        node = candidate.producer()
+        candidate = operand(node, 0) if node is not None and is_view(node) else None
+    raise NoMatch(value.producer(), f"{value.name} has no last axis of {top_k} experts per token")
+
+
+def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value) -> Router:
+    fields: dict[str, Any] = {}
+    constants: dict[str, WeightSource] = {}
+    mixing, factor = _scaling(mixing)
+    if factor != 1.0:
+        fields["routed_scaling_factor"] = factor
+    mixing, norm = _normalisation(mixing)
+    fields |= norm
+    sparsemixer = recognise_sparsemixer(mixing, ids)
+    if sparsemixer is not None:
+        logits, jitter = sparsemixer
+        fields |= {"score_func": "sparsemixer", "sparsemixer_jitter_eps": jitter}
+    else:
+        logits = _top_k_router(mixing, ids, fields, constants)
+    return _with_logits(logits, hidden_states, fields, constants)
+
+
+def _scaling(mixing: ir.Value) -> tuple[ir.Value, float]:
+    factor = 1.0
+    while (scaled := with_scalar(mixing, "Mul")) is not None:
+        mixing, factor = scaled[0], factor * scaled[1]
+    return strip(mixing), factor
+
+
+def _normalisation(mixing: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
+    """Split w / norm(w), or w * Reciprocal(norm(w)), into w and the MoeSpec fields of the norm."""
+    if (division := produced_by(mixing, "Div")) is not None:
+        weights, norm = operand(division, 0), operand(division, 1)
+    else:
+        product = produced_by(mixing, "Mul")
+        inverse = (
+            next((n for v in product.inputs if v and (n := produced_by(v, "Reciprocal"))), None) if product else None
+        )
+        if product is None or inverse is None:
+            return mixing, {}
+        weights, norm = other_operand(product, inverse.outputs[0]), operand(inverse, 0)
+    fields: dict[str, Any] = {"norm_topk_prob": True}
+    if (floored := _floor(norm)) is not None:
+        norm, fields["norm_floor"] = floored
+    if (added := with_scalar(norm, "Add")) is not None:
+        norm, fields["norm_eps"] = added
+    total = produced_by(norm, "ReduceSum", "ReduceL1", "ReduceL2")
+    if total is None or not reduces_last(total, keepdims=True) or strip(operand(total, 0)) is not strip(weights):
+        raise NoMatch(norm.producer(), "the mixing weights are divided by something other than their own norm")
+    if total.op_type == "ReduceL2":
+        fields["norm_p"] = 2.0
+    return strip(weights), fields
+
+
+def _floor(value: ir.Value) -> tuple[ir.Value, float] | None:
+    """Split Clip(x, min) or Max(x, min) into x and min."""
+    if (clip := produced_by(value, "Clip")) is not None:
+        low = scalar(clip.inputs[1]) if len(clip.inputs) > 1 else None
+        if low is None or (len(clip.inputs) > 2 and clip.inputs[2] is not None):
+            raise NoMatch(clip, "Clip of the norm of the mixing weights is not a floor")
+        return operand(clip, 0), low
+    return with_scalar(value, "Max")
+
+
+def _top_k_router(
+    mixing: ir.Value, ids: ir.Value, fields: dict[str, Any], constants: dict[str, WeightSource]
+) -> ir.Value:
+    """Read a router built on TopK into `fields` and `constants`; return its logits."""
+    over_k = None
+    if (function := _over_last_axis(mixing)) is not None:
+        over_k, mixing = function.op_type.lower() + "_topk", strip(operand(function, 0))
+    top_k = _top_k_of(ids)
+    if mixing is top_k.outputs[0]:
+        source = None
+    elif (gather := produced_by(mixing, "GatherElements")) is not None:
+        if strip(operand(gather, 1)) is not strip(ids) or not _on_last_axis(gather, 0):
+            raise NoMatch(gather, "the mixing weights are gathered by other ids than the experts are")
+        source = strip(operand(gather, 0))
+    else:
+        raise NoMatch(mixing.producer(), "the mixing weights do not come from the scores by top-k or GatherElements")
+    selection = strip(operand(top_k, 0))
+    if over_k is not None:
+        fields["score_func"] = over_k
+        if source is not None and source is not selection:
+            _selection_bias(selection, source, constants)
+        return operand(top_k, 0) if source is None else source
+    unmasked = _group_mask(selection, fields)
+    scores = source if source is not None else _scores_of(unmasked)
+    if scores is not unmasked:
+        _selection_bias(unmasked, scores, constants)
+    if source is None and scores is not selection:
+        fields["mixing_source"] = "selection"
+    function = _over_last_axis(scores)
+    if function is None:
+        raise NoMatch(scores.producer(), "the scores are neither Softmax nor Sigmoid of the logits over the experts")
+    fields["score_func"] = function.op_type.lower()
+    return operand(function, 0)
+
+
+def _top_k_of(ids: ir.Value) -> ir.Node:
+    top_k = produced_by(ids, "TopK")
+    if top_k is None or strip(ids) is not top_k.outputs[1]:
+        raise NoMatch(strip(ids).producer(), "the expert ids are not those of a TopK")
+    if not top_k.attributes.get_int("largest", 1) or not _on_last_axis(top_k, 0):
+        raise NoMatch(top_k, "TopK does not take the largest over the last axis")
+    return top_k
+
+
+def _on_last_axis(node: ir.Node, index: int) -> bool:
+    default = 0 if node.op_type == "GatherElements" else -1
+    return is_last_axis(node.attributes.get_int("axis", default), operand(node, index))
+
+
+def _over_last_axis(value: ir.Value) -> ir.Node | None:
+    """The Softmax over the last axis, or the Sigmoid, that computes `value`."""
+    node = produced_by(value, "Softmax", "Sigmoid")
+    if node is not None and node.op_type == "Softmax" and not _on_last_axis(node, 0):
+        raise NoMatch(node, "Softmax does not run over the last axis")
+    return node
+
+
+def _scores_of(selection: ir.Value) -> ir.Value:
+    """The scores in `scores` or `scores + correction bias`."""
+    addition = produced_by(selection, "Add")
+    if addition is None:
+        return selection
+    for index in (0, 1):
+        if weight(operand(addition, index)) is not None:
+            return strip(operand(addition, 1 - index))
+    return selection
+
+
+def _selection_bias(selection: ir.Value, scores: ir.Value, constants: dict[str, WeightSource]) -> None:
+    """Read selection = scores + e_score_correction_bias."""
+    addition = produced_by(selection, "Add")
+    if addition is None or not any(strip(v) is scores for v in addition.inputs if v is not None):
+        raise NoMatch(selection.producer(), "experts are selected by something else than scores plus a bias")
+    bias = weight(other_operand(addition, scores))
+    if bias is None or len(bias.shape) != 1:
+        raise NoMatch(addition, "the bias of the expert selection is not a constant vector")
+    constants["e_score_correction_bias"] = bias
+
+
+def _group_mask(selection: ir.Value, fields: dict[str, Any]) -> ir.Value:
+    """Read Where(group chosen, x, fill) into `fields` and return x; a selection without groups is returned as it is."""
+    where = produced_by(selection, "Where")
+    if where is None:
+        return selection
+    condition, chosen, rejected = (operand(where, i) for i in range(3))
+    if (inverse := produced_by(condition, "Not")) is not None:
+        condition, chosen, rejected = operand(inverse, 0), rejected, chosen
+    fill = scalar(rejected)
+    if fill is None:
+        raise NoMatch(where, "the experts of rejected groups do not get one constant score")
+    scores = strip(chosen)
+    group_top_k = _chosen_groups(condition)
+    group_scores = strip(operand(group_top_k, 0))
+    function, groups = _group_scores(group_scores)
+    grouped = groups.producer()
+    n_group, topk_group = dim(groups, -2), _k_of(group_top_k)
+    if grouped is None or n_group is None or strip(groups) is not scores or dim(groups, -1) is None:
+        raise NoMatch(where, "the groups are not formed from the scores that they mask")
+    if n_group > 1:
+        fields |= {"n_group": n_group, "topk_group": topk_group, "group_score_func": function}
+        fields["group_mask_value"] = fill
+    elif topk_group != 1:
+        raise NoMatch(group_top_k, f"{topk_group} groups are chosen out of one")
+    return scores
+
+
+def _k_of(top_k: ir.Node) -> int:
+    k = integers(top_k.inputs[1])
+    if k is None:
+        raise NoMatch(top_k, "the K of TopK is not constant")
+    return k[0]
+
+
+def _chosen_groups(condition: ir.Value) -> ir.Node:
+    """The TopK whose groups `condition` marks, spelled as ones scattered into zeros and spread over the experts."""
+    value = condition
+    while (node := value.producer()) is not None and node.op_type in (
+        "Cast",
+        "Reshape",
+        "Expand",
+        "Unsqueeze",
+        "Identity",
+    ):
+        value = operand(node, 0)
+    if node is None or node.op_type != "ScatterElements" or not _on_last_axis_of_scatter(node):
+        raise NoMatch(node, "the mask of the groups is not one that ScatterElements draws")
+    ones, zeros = scalar(node.inputs[2]), scalar(node.inputs[0])
+    if ones is None or ones == 0.0 or zeros != 0.0 or node.attributes.get_string("reduction", "none") != "none":
+        raise NoMatch(node, "the mask of the groups is not ones scattered into zeros")
+    return _top_k_of(operand(node, 1))
+
+
+def _on_last_axis_of_scatter(node: ir.Node) -> bool:
+    return is_last_axis(node.attributes.get_int("axis", 0), operand(node, 1))
+
+
+def _group_scores(value: ir.Value) -> tuple[str, ir.Value]:
+    """The score function of groups, and the value `[T, n_group, E / n_group]` that it is taken of."""
+    if (maximum := produced_by(value, "ReduceMax")) is not None and reduces_last(maximum, keepdims=False):
+        return "max", operand(maximum, 0)
+    total = produced_by(value, "ReduceSum")
+    if total is not None and reduces_last(total, keepdims=False):
+        best = produced_by(operand(total, 0), "TopK")
+        if best is not None and strip(operand(total, 0)) is best.outputs[0] and _k_of(best) == 2:
+            return "top2_sum", operand(_top_k_of(best.outputs[1]), 0)
+    raise NoMatch(value.producer(), "the score of a group is neither its best nor the sum of its two best")
+
+
+def _with_logits(
+    logits: ir.Value, hidden_states: ir.Value, fields: dict[str, Any], constants: dict[str, WeightSource]
+) -> Router:
+    """Draw the projection of the router in when it reads `hidden_states`, else hand the logits over."""
+    projection = router_projection(logits, hidden_states)
+    if projection is not None:
+        width = projection["router_weight"].shape[0]
+        return Router({**fields, "router_input": "router_weight"}, {}, {**constants, **projection}, width)
+    width_of_logits = dim(logits, -1)
+    if width_of_logits is None:
+        raise NoMatch(logits.producer(), f"the graph does not say how many experts {logits.name} scores")
+    return Router({**fields, "router_input": "router_logits"}, {"router_logits": logits}, constants, width_of_logits)
+
+
+def router_projection(logits: ir.Value, hidden_states: ir.Value) -> dict[str, WeightSource] | None:
+    """Read logits = hidden_states @ W (+ b) with constant W and b; None when it is something else.
+
+    Gives router_weight `[E, H]` and, if there is one, router_bias `[E]`.
+    """
+    biases: list[ir.Value] = []
+    if (addition := produced_by(logits, "Add")) is not None:
+        index = 0 if weight(operand(addition, 0)) is not None else 1
+        biases.append(operand(addition, index))
+        logits = operand(addition, 1 - index)
+    node = produced_by(logits, "MatMul", "Gemm")
+    if node is None or strip(operand(node, 0)) is not strip(hidden_states):
+        return None
+    rows_are_experts = False
+    if node.op_type == "Gemm":
+        if node.attributes.get_float("alpha", 1.0) != 1.0 or node.attributes.get_float("beta", 1.0) != 1.0:
+            return None
+        if node.attributes.get_int("transA", 0) != 0:
+            return None
+        rows_are_experts = node.attributes.get_int("transB", 0) != 0
+        biases += [v for v in node.inputs[2:] if v is not None]
+    source = weight(operand(node, 1))
+    if source is None or len(source.shape) != 2:
+        return None
+    if not rows_are_experts:
+        source = WeightSource(source.value, not source.transpose)
+    found = {"router_weight": source}
+    for value in biases:
+        bias = weight(value)
+        if bias is None or bias.shape != source.shape[:1] or "router_bias" in found:
+            return None
+        found["router_bias"] = bias
+    return found

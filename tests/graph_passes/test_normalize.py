@@ -1,0 +1,95 @@
+"""Normalisation: what it removes, what it leaves, and that results stay the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from graph_passes.normalize import normalize
+from graph_passes.normalize.constants import LIMIT
+from tests.graphs import copy_of, parse, run_original
+
+X = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+CONSTANTS = {
+    "by_h": np.array([-1, 8]),
+    "one": np.array([1]),
+    "two": np.array([2]),
+    "i": np.array([1, 0]),
+    "w": np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32),
+    "tenth": np.array([0.1], np.float32),
+}
+
+
+def normalised(body: str, outputs: str = "float[T, N] y") -> ir.Model:
+    """The normalised model, after checking that it computes what it computed before."""
+    model = parse(f"(float[T, 8] x) => ({outputs}) {{ {body} }}", CONSTANTS)
+    before = copy_of(model)
+    normalize(model)
+    for old, new in zip(run_original(before, X), run_original(model, X), strict=True):
+        np.testing.assert_array_equal(new, old)
+    return model
+
+
+def operators(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+CASES = {
+    "Identity": ("a = Identity(x) y = Relu(a)", ["Relu"]),
+    "Cast to the same type": ("a = Cast<to = 1>(x) y = Relu(a)", ["Relu"]),
+    "Cast to another type stays": ("a = Cast<to = 10>(x) b = Cast<to = 1>(a) y = Relu(b)", ["Cast", "Cast", "Relu"]),
+    "Constant node": ("c = Constant<value_float = 2.0>() y = Mul(x, c)", ["Mul"]),
+    "shape arithmetic": (
+        "d = Mul(two, two) e = Add(d, d) m = Neg(one) s = Concat<axis = 0>(m, e) y = Reshape(x, s)",
+        ["Reshape"],
+    ),
+    "Shape of an initializer": (
+        "s = Shape(w) g = Gather(s, i) y0 = Reshape(w, g) y = MatMul(x, y0)",
+        ["MatMul"],
+    ),
+    "arithmetic on floats stays": ("c = Mul(tenth, tenth) y = Mul(x, c)", ["Mul", "Mul"]),
+    "equal nodes": ("a = Sigmoid(x) b = Sigmoid(x) y = Mul(a, b)", ["Sigmoid", "Mul"]),
+    "unused nodes": ("a = Tanh(x) y = Relu(x)", ["Relu"]),
+    "dynamic shapes stay": (
+        "s = Shape<start = 0, end = 1>(x) e = Mul(two, two) f = Mul(two, e) t = Concat<axis = 0>(s, f) "
+        "y = Reshape(x, t)",
+        ["Shape", "Concat", "Reshape"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_canonical_shape(name: str) -> None:
+    body, expected = CASES[name]
+    assert operators(normalised(body)) == expected
+
+
+def test_outputs_keep_their_names() -> None:
+    model = normalised("a = Relu(x) y = Identity(a) z = Relu(x)", "float[T, 8] y, float[T, 8] z")
+    assert [output.name for output in model.graph.outputs] == ["y", "z"]
+
+
+def test_large_tensors_are_not_read() -> None:
+    def read() -> ir.TensorProtocol:
+        raise AssertionError("a large tensor was read")
+
+    rows = LIMIT // 32 + 1
+    model = parse("(float[T, 8] x) => (float[T, N] y) { t = Transpose(w) y = MatMul(x, t) }", CONSTANTS)
+    weight = model.graph.initializers["w"]
+    weight.const_value = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape((rows, 8)), name="w")
+    weight.shape = ir.Shape((rows, 8))
+    normalize(model)
+    assert operators(model) == ["Transpose", "MatMul"]
+
+
+def test_functions_are_inlined() -> None:
+    text = """<ir_version: 9, opset_import: ["": 20, "local": 1]>
+    test (float[T, 8] x) => (float[T, 8] y) { y = local.twice(x) }
+    <domain: "local", opset_import: ["": 20]> twice (a) => (b) { c = Relu(a) b = Relu(c) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    before = copy_of(model)
+    normalize(model)
+    assert operators(model) == ["Relu", "Relu"]
+    np.testing.assert_array_equal(run_original(model, X)[0], run_original(before, X)[0])

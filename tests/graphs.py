@@ -1,0 +1,110 @@
+"""Graphs for tests: small ones from text, any of them run in ONNX Runtime and compared with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from graph_passes import reference
+from graph_passes.matchers import MATCHERS, Miss, MoeMatch, WeightSource
+from graph_passes.normalize import normalize
+
+Arrays = dict[str, np.ndarray]
+
+
+def parse(text: str, initializers: Mapping[str, np.ndarray], *, opset: int = 20) -> ir.Model:
+    """A model from ONNX text (`(inputs) => (outputs) { nodes }`) whose names in `initializers` are constants.
+
+    Shapes are inferred; initializers that the text does not use are left out.
+    """
+    proto = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": {opset}, "com.microsoft": 1]>\ntest {text}')
+    used = {name for node in proto.graph.node for name in node.input}
+    for name, array in initializers.items():
+        if name in used:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    proto = onnx.shape_inference.infer_shapes(proto)
+    for index, node in enumerate(proto.graph.node):
+        node.name = f"{node.op_type}_{index}"
+    return ir.from_proto(proto)
+
+
+def copy_of(model: ir.Model) -> ir.Model:
+    """A copy of the graph; tensors are shared."""
+    return ir.from_proto(ir.to_proto(model))
+
+
+def run_original(
+    model: Path | ir.Model,
+    feeds: np.ndarray | Mapping[str, np.ndarray],
+    values: Sequence[str] = (),
+    options: ort.SessionOptions | None = None,
+) -> list[np.ndarray]:
+    """Run a model as ONNX Runtime runs it by default; return its outputs, or those of its inner values `values`.
+
+    `feeds` may be one array, for a model with one input. `options` are for models with custom operators.
+    """
+    source = ir.load(model) if isinstance(model, Path) else copy_of(model)
+    inputs = feeds if isinstance(feeds, Mapping) else {str(source.graph.inputs[0].name): feeds}
+    named = {v.name: v for node in source.graph for v in node.outputs}
+    if values:
+        source.graph.outputs.clear()
+        source.graph.outputs.extend(named[name] for name in dict.fromkeys(values) if name not in inputs)
+    options = options or ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 2
+    session = ort.InferenceSession(ir.to_proto(source).SerializeToString(), options, ["CPUExecutionProvider"])
+    wanted = [output.name for output in session.get_outputs()]
+    found = dict(zip(wanted, session.run(wanted, {i.name: inputs[i.name] for i in session.get_inputs()}), strict=True))
+    return [inputs[name] if name in inputs else found[name] for name in values or wanted]
+
+
+def find(model: ir.Model) -> list[MoeMatch | Miss]:
+    """Normalise the model in place and run every matcher on it."""
+    normalize(model)
+    return [result for matcher in MATCHERS for result in matcher(model.graph)]
+
+
+def only_match(model: ir.Model) -> MoeMatch:
+    """The one match in the model, which must hold no miss."""
+    results = find(model)
+    assert len(results) == 1 and isinstance(results[0], MoeMatch), results
+    return results[0]
+
+
+def only_miss(model: ir.Model) -> Miss:
+    """The one miss in the model, which must hold no match."""
+    results = find(model)
+    assert len(results) == 1 and isinstance(results[0], Miss), results
+    return results[0]
+
+
+def array_of(source: WeightSource) -> np.ndarray:
+    """The tensor that the op would read."""
+    return np.asarray(source.tensor().numpy())
+
+
+def compare(model: ir.Model, match: MoeMatch, feeds: np.ndarray | Mapping[str, np.ndarray]) -> float:
+    """Relative L2 distance of match.output, as the graph computes it, from the float64 reference of the match."""
+    names = [match.hidden_states.name, match.output.name, *(v.name for v in match.inputs.values())]
+    hidden_states, output, *rest = run_original(model, feeds, [str(name) for name in names])
+    arguments: dict[str, Any] = dict(zip(match.inputs, rest, strict=True))
+    arguments |= {name: array_of(source) for name, source in match.constants.items()}
+    weights = {
+        name: np.stack([array_of(s) for s in sources]) if len(sources) > 1 else array_of(sources[0])
+        for name, sources in match.weights.items()
+    }
+    expected, _ = reference.hina_moe(match.spec, hidden_states, weights, **arguments)
+    assert output.shape == hidden_states.shape
+    return relative_l2(output, expected)
+
+
+def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference over the norm of `expected`, in float64."""
+    difference = np.linalg.norm(actual.astype(np.float64) - expected.astype(np.float64))
+    return float(difference / max(np.linalg.norm(expected.astype(np.float64)), 1e-30))
