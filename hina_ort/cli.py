@@ -1,0 +1,181 @@
+"""The command line. One function per command; what is heavy to import is imported inside it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from hina_ort import __version__
+
+if TYPE_CHECKING:
+    from hina_ort.conversion import ConversionReport, Progress
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_NOTHING_TO_FUSE = 3
+EXIT_REFUSED = 4
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="hina-ort",
+    help="Fuse the Mixture-of-Experts blocks of exported ONNX models and run them fast in ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (see docs/cli.md).")]
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Fuse the Mixture-of-Experts blocks of exported ONNX models and run them fast in ONNX Runtime."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def convert(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A model file, or an exporter's output folder with model.onnx.")
+    ],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The model file, or folder, to write.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Find and prove blocks, but write nothing.")] = False,
+    check: Annotated[int, typer.Option(help="Compare both whole models on this many random inputs.", min=0)] = 0,
+    rtol: Annotated[float, typer.Option(help="Relative L2 error allowed per block.", min=1e-12, max=0.5)] = 1e-5,
+    partial: Annotated[bool, typer.Option("--partial", help="Fuse the rest when a block is refused.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST when it exists.")] = False,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Fuse the MoE blocks of SRC and write the result to DST.
+
+    Exit codes: 0 all blocks fused, 3 nothing to fuse, 4 a block was refused, 2 wrong usage, 1 any other error.
+    """
+    from hina_ort.conversion import convert as run
+
+    # Like Ctrl-C, a polite kill has to pass through the clean-up of half-written files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        report = run(
+            src,
+            dst,
+            dry_run=dry_run,
+            check=check,
+            rtol=rtol,
+            partial=partial,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(report.to_dict())
+    elif not quiet:
+        from hina_ort.tables import show_conversion
+
+        show_conversion(report, dry_run=dry_run)
+    raise typer.Exit(_exit_code(report))
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a folder with model.onnx.")],
+    as_json: Json = False,
+) -> None:
+    """List the MoE blocks of MODEL with their MoeSpec and bytes."""
+    from hina_ort.inspection import inspect_model
+
+    with _clear_errors():
+        found = inspect_model(model)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        from hina_ort.tables import show_inspection
+
+        show_inspection(found)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Show versions, CPU features, the instruction set chosen and why, threads and container limits.
+
+    Exit codes: 0 all is well, 1 something keeps hina-ort from running.
+    """
+    from hina_ort.doctor import diagnose
+
+    found = diagnose()
+    if as_json:
+        _print_json(found)
+    else:
+        from hina_ort.tables import show_diagnosis
+
+        show_diagnosis(found)
+    raise typer.Exit(EXIT_ERROR if found["problems"] else 0)
+
+
+def _exit_code(report: ConversionReport) -> int:
+    if report.refused:
+        return EXIT_REFUSED
+    return 0 if report.fused else EXIT_NOTHING_TO_FUSE
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Turn errors that a person can act on into one sentence on stderr and an exit code."""
+    from graph_passes.external_data import ModelFileError
+    from hina_ort.comparison import CheckError
+    from hina_ort.conversion import UsageError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
+    except UsageError as error:
+        _fail(str(error), EXIT_USAGE)
+    except (ModelFileError, CheckError) as error:
+        _fail(str(error), EXIT_ERROR)
+    except OSError as error:
+        # Errors of the operating system carry a number and a file name; our own are sentences already.
+        text = f"{error.filename or 'a file'}: {error.strerror}" if error.strerror else str(error)
+        _fail(text, EXIT_ERROR)
+    except MemoryError:
+        _fail("there is not enough memory for this model", EXIT_ERROR)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Progress | None]:
+    """Show progress bars on stderr while the body runs; yield the function that moves them."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,255 @@
+"""Convert a model: fuse its Mixture-of-Experts blocks, check the result if asked, write it, and say what happened."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from graph_passes import external_data
+from graph_passes.external_data import ModelFileError
+from graph_passes.matchers.match import Miss
+from graph_passes.pipeline import FusedBlock, fuse_model
+from hina_ort.comparison import CheckError, Comparison, compare_models
+from hina_ort.staging import publish, staging_folder
+from hina_ort.weights import LayerBytes, is_hina_moe, weights_by_layer
+
+MODEL_NAME = "model.onnx"
+RTOL = 1e-5
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, done, total)."""
+
+
+class UsageError(ValueError):
+    """The arguments contradict each other; the message says how."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` found and did. `written` is None when nothing was written; bytes are those of files.
+
+    Blocks that were `proven` are `fused` unless another was refused. `bytes_after` is None unless a model was
+    written; `already_fused` counts HinaMoE nodes that SRC held before.
+    """
+
+    source: str
+    written: str | None
+    proven: list[FusedBlock]
+    fused: list[FusedBlock]
+    refused: list[Miss]
+    already_fused: int
+    nodes_before: int
+    nodes_after: int
+    bytes_before: int
+    bytes_after: int | None
+    layers: list[LayerBytes]
+    checks: list[Comparison]
+    seconds: float
+    peak_rss_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the keys are documented in docs/cli.md."""
+        return {
+            "source": self.source,
+            "written": self.written,
+            "fused": [
+                {
+                    "node": block.name,
+                    "family": block.family,
+                    "spec": block.spec.to_dict(),
+                    "worst_relative_l2": block.worst_relative_l2,
+                    "bytes": block.bytes,
+                }
+                for block in self.fused
+            ],
+            "proven": len(self.proven),
+            "refused": [{"node": miss.name, "reason": miss.reason} for miss in self.refused],
+            "already_fused": self.already_fused,
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bytes_fused": sum(layer.bytes_fused for layer in self.layers),
+            "bytes_left": sum(layer.bytes_left for layer in self.layers),
+            "layers": [asdict(layer) for layer in self.layers],
+            "checks": [asdict(check) for check in self.checks],
+            "seconds": self.seconds,
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Where to read and write: `destination` is the model file to write, `folder` the output folder to make, if any."""
+
+    source: Path
+    destination: Path
+    folder: Path | None
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    check: int = 0,
+    rtol: float = RTOL,
+    partial: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Fuse the MoE blocks of the model `src` (a file, or a folder with model.onnx) and write the result to `dst`.
+
+    A folder is converted into a folder; its tokenizer and configuration files are copied along. Each block is proven
+    to agree within `rtol` (relative L2) before it is replaced; `check` whole-model runs on random inputs are compared
+    too. Nothing is written on a dry run, when nothing is fused, or when a block was refused and `partial` is false.
+    An error or an interrupt leaves no half-written file.
+
+    Raises UsageError for contradicting arguments, ModelFileError for a model that cannot be read, FileExistsError
+    when `dst` exists and `overwrite` is false, CheckError when a check fails, OSError when `dst` cannot be written.
+    """
+    start = time.perf_counter()
+    report_stage = progress or (lambda stage, done, total: None)
+    paths = _resolve(Path(src), Path(dst), overwrite)
+    if check < 0 or not 0 < rtol < 1:
+        raise UsageError(f"check is {check} and rtol is {rtol}, expected check >= 0 and 0 < rtol < 1")
+
+    report_stage("reading", 0, 1)
+    model = external_data.load(paths.source)
+    data_files = external_files(model)
+    if paths.destination.resolve() in data_files:
+        raise UsageError(f"{paths.destination} holds the weights of {paths.source}; name another DST")
+    bytes_before = _file_bytes(paths.source, data_files)
+    already_fused = sum(is_hina_moe(node) for node in model.graph.all_nodes())
+    report_stage("reading", 1, 1)
+
+    fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage)
+    layers = weights_by_layer(model)
+    checks: list[Comparison] = []
+    write = fusion.applied and not dry_run
+    bytes_after = None
+    if write:
+        with _target(paths) as target:
+            external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
+            target_files = external_files(external_data.load(target))
+            with _removed_on_error(target, *(target_files - data_files)):
+                bytes_after = _file_bytes(target, target_files)
+                if paths.folder is not None:
+                    _copy_side_files(paths.source, target.parent, data_files)
+                if check:
+                    checks = compare_models(paths.source, target, check, report_stage)
+                    _require_agreement(checks, fusion.fused, rtol)
+    return ConversionReport(
+        source=str(src),
+        written=str(dst) if write else None,
+        proven=fusion.found,
+        fused=fusion.fused,
+        refused=fusion.refused,
+        already_fused=already_fused,
+        nodes_before=fusion.nodes_before,
+        nodes_after=fusion.nodes_after,
+        bytes_before=bytes_before,
+        bytes_after=bytes_after,
+        layers=layers,
+        checks=checks,
+        seconds=time.perf_counter() - start,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def find_model(path: Path) -> Path:
+    """The model file that `path` names: itself, or model.onnx in a folder. ModelFileError when there is none."""
+    if path.is_dir():
+        model = path / MODEL_NAME
+        if not model.exists():
+            raise ModelFileError(f"the folder {path} holds no {MODEL_NAME}; name the model file itself")
+        return model
+    if not path.exists():
+        raise ModelFileError(f"{path} does not exist")
+    return path
+
+
+def external_files(model: ir.Model) -> set[Path]:
+    """The data files, links resolved, that initializers of `model` lie in."""
+    tensors = (v.const_value for graph in model.graphs() for v in graph.initializers.values())
+    return {Path(t.path).resolve() for t in tensors if isinstance(t, ir.ExternalTensor)}
+
+
+def _resolve(src: Path, dst: Path, overwrite: bool) -> _Paths:
+    source = find_model(src)
+    folder = dst if src.is_dir() else None
+    destination = dst / MODEL_NAME if folder else dst
+    for one, other in ((src, dst), (source, destination)):
+        if one.resolve() == other.resolve() or (other.exists() and one.samefile(other)):
+            raise UsageError(f"SRC and DST are the same, {dst}; name another DST")
+    if folder and (dst.is_file() or dst.suffix == ".onnx"):
+        raise UsageError(f"SRC {src} is a folder, so DST {dst} must be a folder too")
+    if not folder and dst.is_dir():
+        raise UsageError(f"SRC {src} is a file, so DST {dst} must be a file too; it is a folder")
+    data = dst.with_name(dst.name + ".data")
+    for path in (dst,) if folder else (dst, data):
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists already; pass --overwrite (overwrite=True) to replace it")
+    home = dst if dst.is_dir() else dst.absolute().parent
+    if not home.is_dir():
+        raise FileNotFoundError(f"the folder {home} for DST does not exist; make it first")
+    if not os.access(home, os.W_OK):
+        raise PermissionError(f"the folder {home} for DST cannot be written; choose another one")
+    return _Paths(source, destination, folder)
+
+
+@contextmanager
+def _target(paths: _Paths) -> Iterator[Path]:
+    """Yield the path to write the model to; an output folder is filled aside and appears when it is complete."""
+    if paths.folder is None:
+        yield paths.destination
+        return
+    with staging_folder(paths.folder) as staged:
+        yield staged / MODEL_NAME
+        publish(staged, paths.folder, last=MODEL_NAME)
+
+
+@contextmanager
+def _removed_on_error(*written: Path) -> Iterator[None]:
+    """Take back files that were just written when what follows fails."""
+    try:
+        yield
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:
+    """Copy the files beside `source` (tokenizer, configuration) into `folder`; models and their weights are not."""
+    for path in source.parent.iterdir():
+        if path.is_file() and ".onnx" not in path.name and path.resolve() not in data_files:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _file_bytes(model: Path, data_files: set[Path]) -> int:
+    return model.stat().st_size + sum(path.stat().st_size for path in data_files)
+
+
+def _require_agreement(checks: list[Comparison], fused: list[FusedBlock], rtol: float) -> None:
+    """Raise CheckError unless the outputs agree.
+
+    Original and fused block each lie within what the probe measured of the exact result, so a block may move the
+    output by twice that, or by `rtol`; the blocks add up.
+    """
+    tolerance = sum(max(rtol, 2 * block.worst_relative_l2) for block in fused)
+    worst = max(checks, key=lambda check: check.relative_l2)
+    if not worst.relative_l2 <= tolerance:
+        raise CheckError(
+            f"the fused model differs from the original: output {worst.output}, relative L2 {worst.relative_l2:.3g}, "
+            f"allowed {tolerance:.3g}; nothing was kept, please report this model"
+        )

@@ -1,0 +1,57 @@
+"""A ctypes view of the compiled library: where it lies and what it says about itself and the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIBRARY_NAME = "libhina_ort.so"
+
+
+def get_library_path() -> str:
+    """Path of the library to give to `SessionOptions.register_custom_ops_library`.
+
+    Raises FileNotFoundError, saying how to build it, when the package holds no compiled library.
+    """
+    path = Path(__file__).resolve().parent / "_lib" / LIBRARY_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"the compiled library {path} is missing: run `make library` in a source checkout, "
+            "or install a hina-ort wheel built for this platform"
+        )
+    return str(path)
+
+
+@cache
+def _library(path: str) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(path)
+        library.HinaQuery.argtypes = [ctypes.c_char_p]
+        library.HinaQuery.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        raise OSError(f"the compiled library {path} cannot be used on this machine: {error}") from error
+    return library
+
+
+def query(topic: str) -> Any:
+    """What the library says about `topic`: "cpu_info", "op_schema", "kernels" or "version".
+
+    Raises FileNotFoundError when the library is missing, OSError when it cannot be loaded, KeyError for an unknown
+    topic.
+    """
+    text: bytes | None = _library(get_library_path()).HinaQuery(topic.encode())
+    if not text:
+        raise KeyError(topic)
+    return json.loads(text)
+
+
+def cpu_info() -> dict[str, Any]:
+    """CPU vendor, model and features, the instruction set chosen (`isa`), why (`isa_reason`), and the cap if any.
+
+    Errors are those of `query`.
+    """
+    answer: dict[str, Any] = query("cpu_info")
+    return answer

@@ -1,0 +1,47 @@
+"""Write files so that a reader, a crash or an interrupt never leaves or sees half of one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staging_folder(destination: Path) -> Iterator[Path]:
+    """Yield a new folder on the file system of the folder `destination`; it is gone afterwards, whatever happens."""
+    home = destination if destination.is_dir() else destination.parent
+    folder = home / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(staged: Path, folder: Path, last: str) -> None:
+    """Move every file of `staged` into `folder` (made if missing), replacing files of the same name; `last` goes last.
+
+    A model is thus never visible before its data. Ctrl-C is ignored meanwhile: these are renames only.
+    """
+    with _without_interrupts():
+        folder.mkdir(exist_ok=True)
+        for path in sorted(staged.iterdir(), key=lambda p: (p.name == last, p.name)):
+            os.replace(path, folder / path.name)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,121 @@
+"""Reports for people, as tables on stdout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graph_passes.pipeline import FusedBlock
+from hina_ort.conversion import ConversionReport
+from hina_ort.inspection import Inspection
+
+
+def size(count: int | float | None) -> str:
+    """`count` bytes in words; "-" for None."""
+    if count is None:
+        return "-"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    value, unit = float(count), 0
+    while abs(value) >= 1024 and unit < len(units) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {units[unit]}" if unit == 0 else f"{value:.1f} {units[unit]}"
+
+
+def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
+    """Print what was fused, what was not and why, and what it cost."""
+    console = Console()
+    for text, blocks in _alike(report.proven).items():
+        verb = "fused" if report.written else "can fuse"
+        worst = max(block.worst_relative_l2 for block in blocks)
+        console.print(
+            f"[green]{verb}[/] {len(blocks)} x {blocks[0].family}: {escape(text)}; {size(blocks[0].bytes)} of expert "
+            f"weights each, worst relative L2 {worst:.1e}",
+            highlight=False,
+        )
+    for miss in report.refused:
+        console.print(f"[yellow]not fused[/] {escape(miss.name)}: {escape(miss.reason)}", highlight=False)
+    _show_layers(console, report)
+    table = Table("", "before", "after")
+    table.add_row("nodes", str(report.nodes_before), str(report.nodes_after))
+    table.add_row("bytes on disk", size(report.bytes_before), size(report.bytes_after))
+    console.print(table)
+    if report.checks:
+        worst = max(check.relative_l2 for check in report.checks)
+        console.print(f"checked on {len(report.checks)} random inputs: worst relative L2 {worst:.1e}")
+    console.print(f"{report.seconds:.1f} s, peak memory {size(report.peak_rss_bytes)}", highlight=False)
+    console.print(_outcome(report, dry_run), highlight=False, soft_wrap=True)
+
+
+def _alike(blocks: list[FusedBlock]) -> dict[str, list[FusedBlock]]:
+    """Group blocks that compute the same, by what they compute."""
+    groups: dict[str, list[FusedBlock]] = {}
+    for block in blocks:
+        groups.setdefault(block.spec.summary(), []).append(block)
+    return groups
+
+
+def _show_layers(console: Console, report: ConversionReport) -> None:
+    """Print where the bytes lie, so that weights left untreated cannot go unseen."""
+    if not any(layer.bytes_fused for layer in report.layers):
+        return
+    table = Table("layer", "bytes in HinaMoE", "bytes in other nodes", title="Weights")
+    for layer in report.layers:
+        table.add_row(escape(layer.layer), size(layer.bytes_fused), size(layer.bytes_left))
+    console.print(table)
+
+
+def _outcome(report: ConversionReport, dry_run: bool) -> str:
+    if report.written:
+        return f"wrote {escape(report.written)}"
+    if report.refused and report.proven and not report.fused:
+        return "nothing was written, because a block was refused; --partial fuses the rest"
+    if not (report.proven or report.refused):
+        already = f"; it holds {report.already_fused} HinaMoE nodes already" if report.already_fused else ""
+        return f"nothing was written: no MoE block to fuse in {escape(report.source)}{already}"
+    return "nothing was written: this was a dry run" if dry_run and report.fused else "nothing was written"
+
+
+def show_inspection(found: Inspection) -> None:
+    """Print the MoE blocks of a model."""
+    console = Console()
+    console.print(f"{escape(found.model)}: {found.nodes} nodes, {size(found.weight_bytes)} of weights", soft_wrap=True)
+    if not found.blocks:
+        console.print("no MoE blocks found")
+        return
+    for block in found.blocks:
+        text = block.spec.summary() if block.spec else block.reason or ""
+        weights = "" if block.bytes is None else f"; {size(block.bytes)} of expert weights"
+        family = f" ({block.family})" if block.family else ""
+        console.print(f"[bold]{block.state}[/]{family} {escape(block.node)}: {escape(text)}{weights}", highlight=False)
+
+
+def show_diagnosis(found: dict[str, Any]) -> None:
+    """Print what `doctor.diagnose` returned."""
+    table = Table(show_header=False)
+    runtime, cpu, threads, container = found["onnxruntime"], found["cpu"], found["threads"], found["container"]
+    table.add_row("hina-ort", found["version"])
+    table.add_row("library", found["library"]["path"] or "missing")
+    packages = ", ".join(f"{name} {version}" for name, version in runtime["packages"].items())
+    table.add_row("ONNX Runtime", f"{packages or 'missing'}; API version {runtime['api_version']}")
+    if cpu:
+        table.add_row("needs", f"ONNX Runtime API version {cpu['minimum_ort_api']} or later")
+        table.add_row("CPU", f"{cpu['vendor']} {cpu['model']}")
+        table.add_row("CPU features", " ".join(cpu["features"]))
+        table.add_row("instruction set", f"{cpu['isa']}: {cpu['isa_reason']}")
+        table.add_row("capped by HINA_ISA", cpu["isa_cap"] or "no")
+    affinity = ",".join(str(number) for number in threads["affinity"])
+    table.add_row("threads", f"{threads['usable']} usable of {threads['cpus']} CPUs; affinity {affinity}")
+    cpus = "no limit" if container["cpus"] is None else f"{container['cpus']:g} CPUs"
+    memory = "no limit" if container["memory_bytes"] is None else size(container["memory_bytes"])
+    version = f"cgroup v{container['cgroup']}" if container["cgroup"] else "no cgroup visible"
+    table.add_row("container", f"CPU: {cpus}, memory: {memory} ({version})")
+    memory_found = found["memory"]
+    total, available = size(memory_found["total_bytes"]), size(memory_found["available_bytes"])
+    table.add_row("memory", f"{available} available of {total}")
+    console = Console()
+    console.print(table)
+    for problem in found["problems"]:
+        console.print(f"[red]problem[/] {escape(problem)}", highlight=False, soft_wrap=True)

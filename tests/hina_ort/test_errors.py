@@ -1,0 +1,217 @@
+"""Wrong input gives one sentence on stderr and the right exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import external_data_helper
+from typer.testing import CliRunner
+
+import hina_ort
+from hina_ort.cli import app
+from tests.hina_ort import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Exit code and stderr; stdout must be empty, and stderr one line."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return result.exit_code, lines[0]
+
+
+def no_file(folder: Path) -> Path:
+    return folder / "missing.onnx"
+
+
+def no_model(folder: Path) -> Path:
+    path = folder / "text.onnx"
+    path.write_text("This is not a model.\n" * 20)
+    return path
+
+
+def empty(folder: Path) -> Path:
+    path = folder / "empty.onnx"
+    path.touch()
+    return path
+
+
+def truncated(folder: Path) -> Path:
+    path = tiny.save_model(folder / "model.onnx")
+    path.write_bytes(path.read_bytes()[:-5000])
+    return path
+
+
+def no_data(folder: Path) -> Path:
+    path = tiny.save_model(folder / "model.onnx", external=True)
+    (folder / "model.onnx_data").unlink()
+    return path
+
+
+def short_data(folder: Path) -> Path:
+    path = tiny.save_model(folder / "model.onnx", external=True)
+    os.truncate(folder / "model.onnx_data", 1000)
+    return path
+
+
+def data_outside(folder: Path) -> Path:
+    path = tiny.save_model(folder / "model.onnx", external=True)
+    model = onnx.load(path, load_external_data=False)
+    tensor = next(t for t in model.graph.initializer if external_data_helper.uses_external_data(t))
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            entry.value = "../model.onnx_data"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def folder_without_model(folder: Path) -> Path:
+    path = folder / "exported"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+BROKEN: list[tuple[Callable[[Path], Path], str]] = [
+    (no_file, "does not exist"),
+    (no_model, "no ONNX model"),
+    (empty, "no ONNX model"),
+    (truncated, "cut off"),
+    (no_data, "model.onnx_data"),
+    (short_data, "cut off"),
+    (data_outside, "outside"),
+    (folder_without_model, "model.onnx"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_a_broken_source(tmp_path: Path, command: str, make: Callable[[Path], Path], words: str) -> None:
+    source = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, message = invoke(command, source, *([tmp_path / "out"] if command == "convert" else []))
+    assert code == 1
+    assert words in message and source.name in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_source_and_target_may_not_be_the_same(model: Path, exported: Path, tmp_path: Path) -> None:
+    content = model.read_bytes()
+    alias = tmp_path / "alias.onnx"
+    alias.symlink_to(model)
+    for source, target in (
+        (model, model),
+        (model, tmp_path / "exported" / ".." / model.name),
+        (model, alias),
+        (exported, exported),
+        (exported / "model.onnx", exported / "model.onnx"),
+    ):
+        code, message = invoke("convert", source, target, "--overwrite")
+        assert code == 2 and "same" in message
+    assert model.read_bytes() == content
+
+
+def test_the_weights_of_the_source_are_no_target(exported: Path) -> None:
+    data = exported / "model.onnx_data"
+    content = data.read_bytes()
+    code, message = invoke("convert", exported / "model.onnx", data, "--overwrite")
+    assert code == 2 and "weights" in message
+    assert data.read_bytes() == content
+
+
+def test_source_and_target_are_of_one_kind(model: Path, exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert invoke("convert", model, tmp_path / "folder", "--overwrite")[0] == 2
+    assert invoke("convert", exported, tmp_path / "fused.onnx")[0] == 2
+    assert invoke("convert", exported, model, "--overwrite")[0] == 2
+
+
+def test_a_target_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    code, message = invoke("convert", model, tmp_path / "no" / "such" / "fused.onnx")
+    assert code == 1 and "does not exist" in message
+    code, message = invoke("convert", model, model / "fused.onnx")
+    assert code == 1 and "does not exist" in message
+    code, message = invoke("convert", model, "/proc/fused.onnx")  # no one can make a file there, root neither
+    assert code == 1 and "/proc" in message
+
+
+@pytest.mark.parametrize(
+    "options", [["--check", "-1"], ["--rtol", "0"], ["--rtol", "nan"], ["--rtol", "2"], ["--check", "x"], ["--unknown"]]
+)
+def test_bad_options_are_usage_errors(model: Path, tmp_path: Path, options: list[str]) -> None:
+    result = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out.onnx"), *options])
+    assert result.exit_code == 2 and "rror" in result.stderr
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_missing_arguments_are_usage_errors(model: Path) -> None:
+    for arguments in (["convert"], ["convert", str(model)], ["inspect"], ["no-such-command"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_bad_values_are_errors_in_the_api(model: Path, tmp_path: Path) -> None:
+    for values in ({"check": -1}, {"rtol": 0.0}, {"rtol": float("nan")}):
+        with pytest.raises(ValueError, match="rtol"):
+            hina_ort.convert(model, tmp_path / "out.onnx", **values)
+
+
+SLOW_CLI = """
+import sys, time
+from graph_passes import external_data
+from hina_ort import conversion
+from hina_ort.cli import app
+
+def stop(*_):
+    print("ready", flush=True)
+    time.sleep(60)
+
+save = external_data.save
+if sys.argv.pop(1) == "writing":
+    external_data.save = lambda model, path, progress=None: save(model, path, stop)
+else:
+    conversion.compare_models = stop
+app()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "number", "code"),
+    [
+        ("file", "writing", signal.SIGINT, 130),
+        ("file", "checking", signal.SIGINT, 130),
+        ("folder", "writing", signal.SIGINT, 130),
+        ("folder", "checking", signal.SIGTERM, 143),
+    ],
+)
+def test_an_interrupt_leaves_nothing(
+    model: Path, exported: Path, tmp_path: Path, kind: str, stage: str, number: int, code: int
+) -> None:
+    source, target = (model, tmp_path / "fused.onnx") if kind == "file" else (exported, tmp_path / "fused")
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-c", SLOW_CLI, stage, "convert", str(source), str(target), "--check", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
+        assert "Traceback" not in process.stderr.read()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_runs_as_a_program(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from hina_ort.cli import app; app()"]
+    good = subprocess.run([*command, "convert", model, tmp_path / "a.onnx", "--quiet"], cwd=ROOT, capture_output=True)
+    assert (good.returncode, good.stdout, good.stderr) == (0, b"", b"")
+    bad = subprocess.run([*command, "convert", model, tmp_path / "a.onnx"], cwd=ROOT, capture_output=True)
+    assert bad.returncode == 1 and bad.stderr.count(b"\n") == 1
