@@ -79,6 +79,12 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
     return model
 
 
+def data_path(path: str | os.PathLike[str]) -> Path:
+    """Where `save` puts the weights of the model `path`: `<path>.data`."""
+    path = Path(path)
+    return path.with_name(path.name + ".data")
+
+
 def release(tensor: ir.TensorProtocol | None) -> None:
     """Unmap `tensor` if it is external: every mapping covers the whole file, and address space is finite."""
     if isinstance(tensor, ir.ExternalTensor):
@@ -95,7 +101,7 @@ def save(model: ir.Model, path: str | os.PathLike[str], progress: Progress | Non
     or when `<path>.data` holds weights of the source.
     """
     path = Path(path)
-    data_name = path.name + ".data"
+    data_name = data_path(path).name
     folder = path.parent.resolve()
     values = [v for graph in model.graphs() for v in graph.initializers.values() if v.const_value is not None]
     before = [v.const_value for v in values]

@@ -19,7 +19,7 @@ from graph_passes.external_data import ModelFileError
 from graph_passes.matchers.match import Miss
 from graph_passes.pipeline import FusedBlock, fuse_model
 from hina_ort.comparison import CheckError, Comparison, compare_models
-from hina_ort.staging import publish, staging_folder
+from hina_ort.staging import publish, restored_on_error, staging_folder
 from hina_ort.weights import LayerBytes, is_hina_moe, weights_by_layer
 
 MODEL_NAME = "model.onnx"
@@ -140,14 +140,12 @@ def convert(
     if write:
         with _target(paths) as target:
             external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
-            target_files = external_files(external_data.load(target))
-            with _removed_on_error(target, *(target_files - data_files)):
-                bytes_after = _file_bytes(target, target_files)
-                if paths.folder is not None:
-                    _copy_side_files(paths.source, target.parent, data_files)
-                if check:
-                    checks = compare_models(paths.source, target, check, report_stage)
-                    _require_agreement(checks, fusion.fused, rtol)
+            bytes_after = _file_bytes(target, external_files(external_data.load(target)))
+            if paths.folder is not None:
+                _copy_side_files(paths.source, target.parent, data_files)
+            if check:
+                checks = compare_models(paths.source, target, check, report_stage)
+                _require_agreement(checks, fusion.fused, rtol)
     return ConversionReport(
         source=str(src),
         written=str(dst) if write else None,
@@ -195,8 +193,7 @@ def _resolve(src: Path, dst: Path, overwrite: bool) -> _Paths:
         raise UsageError(f"SRC {src} is a folder, so DST {dst} must be a folder too")
     if not folder and dst.is_dir():
         raise UsageError(f"SRC {src} is a file, so DST {dst} must be a file too; it is a folder")
-    data = dst.with_name(dst.name + ".data")
-    for path in (dst,) if folder else (dst, data):
+    for path in (dst,) if folder else (dst, external_data.data_path(dst)):
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists already; pass --overwrite (overwrite=True) to replace it")
     home = dst if dst.is_dir() else dst.absolute().parent
@@ -209,24 +206,17 @@ def _resolve(src: Path, dst: Path, overwrite: bool) -> _Paths:
 
 @contextmanager
 def _target(paths: _Paths) -> Iterator[Path]:
-    """Yield the path to write the model to; an output folder is filled aside and appears when it is complete."""
+    """Yield the path to write the model to; an error in the body leaves what was there before.
+
+    An output folder is filled aside and appears when it is complete.
+    """
     if paths.folder is None:
-        yield paths.destination
+        with restored_on_error(paths.destination, external_data.data_path(paths.destination)):
+            yield paths.destination
         return
     with staging_folder(paths.folder) as staged:
         yield staged / MODEL_NAME
         publish(staged, paths.folder, last=MODEL_NAME)
-
-
-@contextmanager
-def _removed_on_error(*written: Path) -> Iterator[None]:
-    """Take back files that were just written when what follows fails."""
-    try:
-        yield
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
 
 
 def _copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:

@@ -24,6 +24,41 @@ def staging_folder(destination: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def restored_on_error(*paths: Path) -> Iterator[None]:
+    """Undo what the body did to the files `paths` when it fails: old ones come back, new ones go."""
+    kept = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.previous") for path in paths if path.exists()}
+    try:
+        for path, previous in kept.items():
+            _link_or_copy(path, previous)
+        with _undone_on_error(paths, kept):
+            yield
+    finally:
+        for previous in kept.values():
+            previous.unlink(missing_ok=True)
+
+
+@contextmanager
+def _undone_on_error(paths: tuple[Path, ...], kept: dict[Path, Path]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with _without_interrupts():
+            for path in paths:
+                if path in kept:
+                    os.replace(kept[path], path)
+                else:
+                    path.unlink(missing_ok=True)
+        raise
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
 def publish(staged: Path, folder: Path, last: str) -> None:
     """Move every file of `staged` into `folder` (made if missing), replacing files of the same name; `last` goes last.
 

@@ -189,6 +189,19 @@ def test_a_failed_check_keeps_nothing(
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_failed_check_keeps_what_was_there(
+    model: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    source, target = (exported, tmp_path / "fused") if folder else (model, tmp_path / "fused.onnx")
+    assert invoke(source, target)[0] == 0
+    written = target / "model.onnx" if folder else target
+    kept = {path: path.read_bytes() for path in written.parent.iterdir() if path.is_file()}
+    monkeypatch.setattr(conversion, "compare_models", lambda *_: [Comparison({"batch": 1}, "logits", 0.25)])
+    assert invoke(source, target, "--overwrite", "--check", 1)[0] == 1
+    assert {path: path.read_bytes() for path in written.parent.iterdir() if path.is_file()} == kept
+
+
 def test_the_api_returns_the_report(model: Path, tmp_path: Path) -> None:
     stages: list[tuple[str, int, int]] = []
     report = hina_ort.convert(model, tmp_path / "fused.onnx", check=1, progress=lambda *stage: stages.append(stage))
