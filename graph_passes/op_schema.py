@@ -7,6 +7,9 @@ tensors. The attribute `weight_inputs` names the tensors of that list, in order,
 `WEIGHT_FIELDS`. With `experts_stacked=1` every routed-expert field is one tensor with a leading expert axis;
 with `experts_stacked=0` it is `num_experts` consecutive tensors, expert 0 first. A `shared_*` field is always
 one tensor. All weights are row-major `[N, K]`, as `nn.Linear.weight` is.
+
+ONNX Runtime does not tell a custom op which attributes a node has: one that is not in this table, a misspelt one too, is
+not seen by the library. `MoeSpec.from_attributes` refuses it.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
         "softmax/sigmoid over all experts, then top-k; *_topk: top-k of the logits, then the function over the k",
     ),
     Attribute("n_group", "int", 1, (), "expert groups of equal size (DeepSeek-V2, arXiv:2405.04434)"),
-    Attribute("topk_group", "int", 1, (), "groups a token may choose from; ignored when n_group is 1"),
+    Attribute("topk_group", "int", 1, (), "groups a token may choose from, at most n_group"),
     Attribute("group_score_func", "string", "max", ("max", "top2_sum"), "score of a group"),
     Attribute("group_mask_value", "float", -math.inf, (), "selection score of an expert in a group not chosen"),
     Attribute(
@@ -132,7 +135,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
         "string",
         "propagate",
         ("propagate", "zero"),
-        "a token whose logits hold NaN or +inf: NaN spreads as in standard operators, or its routed output is zero",
+        "a token whose logits hold NaN, +inf or nothing finite: NaN spreads as in standard operators, or it mixes with zeros",
     ),
     Attribute("apply_weights_to", "string", "output", ("output", "input"), "Llama-4 scales the expert input"),
     Attribute(

@@ -296,8 +296,17 @@ def run(session: ort.InferenceSession, feeds: Tensors) -> Tensors:
     return dict(zip(names, map(_from_ort, session.run_with_ort_values(names, values)), strict=True))
 
 
+def misaligned(value: np.ndarray) -> np.ndarray:
+    """The same array one byte off its natural address: ONNX Runtime hands such memory to the op as it is."""
+    memory = np.empty(value.nbytes + value.itemsize + 1, np.uint8)
+    start = 1 + (-memory.ctypes.data) % value.itemsize
+    moved = memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
+    moved[...] = value
+    return moved
+
+
 def _to_ort(value: np.ndarray) -> ort.OrtValue:
-    value = np.ascontiguousarray(value).reshape(value.shape)
+    value = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     if value.dtype.name == "bfloat16":
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value.view(np.uint16), TensorProto.BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(value)

@@ -17,7 +17,8 @@ mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/*.{sources,list} 2>/d
 [ -n "$mirror" ] || fail "no Debian mirror is configured"
 echo "deb [signed-by=$keyring] $mirror $suite main" >"$root/sources.list"
 apt=(apt-get -q -o "Dir::Etc::sourcelist=$root/sources.list" -o Dir::Etc::sourceparts=/dev/null
-  -o "Dir::State::Lists=$root/lists" -o "Dir::Cache=$root/cache" -o APT::Sandbox::User=root)
+  -o "Dir::State::Lists=$root/lists" -o "Dir::Cache=$root/cache" -o APT::Sandbox::User=root
+  -o APT::Update::Error-Mode=any -o Acquire::http::Timeout=30 -o Acquire::Retries=1)
 "${apt[@]}" update >"$root/log" 2>&1 || fail "apt-get update failed: $(grep -m 1 '^E:' "$root/log")"
 (cd "$root" && "${apt[@]}" download libonnxruntime-dev >>"$root/log" 2>&1) ||
   fail "apt-get download failed: $(grep -m 1 '^E:' "$root/log")"
@@ -25,5 +26,7 @@ apt=(apt-get -q -o "Dir::Etc::sourcelist=$root/sources.list" -o Dir::Etc::source
 deb=$(ls "$root"/libonnxruntime-dev_*.deb)
 found=$(sha256sum "$deb" | cut -d ' ' -f 1)
 [ "$sha256" = signed-index ] || [ "$sha256" = "$found" ] || fail "its SHA-256 is $found, expected $sha256"
-mkdir -p "$dest"
-dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$dest" ./usr/include
+rm -rf "$dest" "$dest.partial"
+mkdir -p "$dest.partial"
+dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$dest.partial" ./usr/include
+mv "$dest.partial" "$dest" # whole or not at all

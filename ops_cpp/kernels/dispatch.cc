@@ -15,7 +15,7 @@ void append(std::vector<Kernel>& all, const Kernel (&table)[n]) {
 std::vector<DotKernel> dot_kernels() {
   std::vector<DotKernel> all;
   append(all, kDotPortable);
-#if HINA_HAVE_AVX2_KERNELS
+#ifdef HINA_AVX2_KERNELS
   append(all, kDotAvx2);
 #endif
   return all;
@@ -24,7 +24,7 @@ std::vector<DotKernel> dot_kernels() {
 std::vector<ConvertKernel> convert_kernels() {
   std::vector<ConvertKernel> all;
   append(all, kConvertPortable);
-#if HINA_HAVE_AVX2_KERNELS
+#ifdef HINA_AVX2_KERNELS
   append(all, kConvertAvx2);
 #endif
   return all;
@@ -33,7 +33,7 @@ std::vector<ConvertKernel> convert_kernels() {
 std::vector<ActivationKernel> activation_kernels() {
   std::vector<ActivationKernel> all;
   append(all, kActivationPortable);
-#if HINA_HAVE_AVX2_KERNELS
+#ifdef HINA_AVX2_KERNELS
   append(all, kActivationAvx2);
 #endif
   return all;

@@ -1,16 +1,10 @@
 // The tables that dispatch, tests and benchmarks all read: every kernel of every family, one array per file.
-// A new kernel is a new entry of an array; a new ISA is a new array here and in tables.cc.
+// A new kernel is a new entry of an array; a new ISA is a new array here and in dispatch.cc.
 #pragma once
 
 #include "kernels/activation/activation.h"
 #include "kernels/convert/convert.h"
 #include "kernels/dot/dot.h"
-
-#if defined(__x86_64__)
-#define HINA_HAVE_AVX2_KERNELS 1
-#else
-#define HINA_HAVE_AVX2_KERNELS 0
-#endif
 
 namespace hina {
 

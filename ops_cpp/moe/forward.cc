@@ -1,20 +1,22 @@
 // How the work is cut. Every task is claimed by one fetch_add, in this order:
 //
 //   prepare  a block of tokens: activations to float32, router logits; whoever finishes the last logits of a block
-//            chooses its experts, and whoever finishes the last block makes the plan. With so few tokens that they make
-//            one block, the tasks are blocks of router rows instead.
+//   chooses
+//            its experts, and whoever finishes the last block makes the plan. When the tokens make only one block, the
+//            tasks of a router inside the op are blocks of its rows instead.
 //   FC1      (group, block of rows): gate and up rows of one expert for all its tokens, then the activation -> `hidden`
 //   FC2      a block of output rows, for ALL groups in ascending order: down rows times `hidden`, weighted, added to
 //   the
 //            output. One task owns an output element, so nothing is atomic and the order of the sum is fixed.
 //
-// An FC2 task waits for the FC1 countdown of a group just before it needs it; all FC1 tasks are claimed by then
-// (see Countdown). Kernels see all rows of a block against a chunk of tokens that stays in the L2 cache.
+// An FC2 task waits for the FC1 countdown of a group just before it needs it; all FC1 tasks are claimed by then (see
+// Countdown). Kernels see all rows of a block against a chunk of tokens that stays in the L2 cache.
 #include "moe/forward.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <new>
 
 #include "moe/plan.h"
@@ -40,14 +42,14 @@ class Carver {
 
   template <typename T>
   T* take(int64_t count) {
-    int64_t bytes = 0;
+    int64_t bytes = 0, end = 0;
     if (__builtin_mul_overflow(count, static_cast<int64_t>(sizeof(T)), &bytes) ||
-        __builtin_add_overflow(used_, (bytes + 63) & ~int64_t{63}, &end_)) {
+        __builtin_add_overflow(bytes, 63, &bytes) || __builtin_add_overflow(used_, bytes & ~int64_t{63}, &end)) {
       overflow_ = true;
       return nullptr;
     }
     T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ = end_;
+    used_ = end;
     return piece;
   }
 
@@ -56,7 +58,6 @@ class Carver {
  private:
   std::byte* base_;
   int64_t used_ = 0;
-  int64_t end_ = 0;
   bool overflow_ = false;
 };
 
@@ -72,22 +73,24 @@ struct Workspace {
   float* shared_hidden = nullptr;    // [T, S]
   Countdown* logits_left = nullptr;  // [token blocks]
   Countdown* fc1_left = nullptr;     // [E + 1]
-  float* rows = nullptr;             // [workers, kRows, max(H, I, S)]; only with 16-bit weights
+  float* rows = nullptr;             // [workers, kRows, longest row]; only where 16-bit rows are converted by the block
+  float* scaled = nullptr;           // [workers, chunk, H]; only with weights_on_input
   float* tile = nullptr;             // [workers, kMaxChunk, kRows]
   float* scores = nullptr;           // [workers, 3 E]
   int32_t* group_ids = nullptr;      // [workers, E]
 };
 
-bool any_narrow(const Params& params) {
-  const auto narrow = [](const Expert& e) {
-    return e.gate.type != DataType::kFloat32 || e.up.type != DataType::kFloat32 || e.down.type != DataType::kFloat32;
-  };
-  return std::any_of(params.experts.begin(), params.experts.end(), narrow) || narrow(params.shared);
-}
-
 int64_t longest_row(const Params& params) {
   return std::max({params.hidden_size, params.intermediate_size, params.shared_intermediate_size});
 }
+
+// Room for the float32 copy of one block of rows.
+int64_t block_floats(const Params& params) { return std::min(kRows * longest_row(params), kWidenBytes / 4); }
+
+// Tokens of a chunk, of `k` float32 values each.
+int64_t chunk_of(int64_t k) { return std::clamp<int64_t>(kChunkBytes / (k * 4) / 3 * 3, 3, kMaxChunk); }
+
+int64_t fc1_rows(bool gated) { return gated ? kRows / 2 : kRows; }
 
 // Product of two sizes, or a value that no workspace can have.
 int64_t times(int64_t a, int64_t b) {
@@ -116,7 +119,9 @@ Workspace carve(Carver& carver, const Params& params, const Call& call, int work
   w.shared_hidden = carver.take<float>(times(shared_tokens, params.shared_intermediate_size));
   w.logits_left = carver.take<Countdown>(ceil_div(tokens, kTokenBlock));
   w.fc1_left = carver.take<Countdown>(experts + 1);
-  if (any_narrow(params)) w.rows = carver.take<float>(std::min(kRows * longest_row(params), kWidenBytes / 4) * workers);
+  if (params.any_narrow_weight && tokens >= kWidenFrom) w.rows = carver.take<float>(block_floats(params) * workers);
+  if (params.weights_on_input)
+    w.scaled = carver.take<float>(times(chunk_of(params.hidden_size) * workers, params.hidden_size));
   w.tile = carver.take<float>(int64_t{kMaxChunk} * kRows * workers);
   w.scores = carver.take<float>(3 * experts * workers);
   w.group_ids = carver.take<int32_t>(experts * workers);
@@ -166,11 +171,15 @@ class Layer {
   }
 
  private:
-  static int64_t fc1_rows(bool gated) { return gated ? kRows / 2 : kRows; }
-
   int64_t raw_id(int64_t index) const {
-    return call_.topk_ids_are_int64 ? static_cast<const int64_t*>(call_.topk_ids)[index]
-                                    : static_cast<const int32_t*>(call_.topk_ids)[index];
+    const auto* ids = static_cast<const std::byte*>(call_.topk_ids);
+    int64_t wide;
+    int32_t narrow;
+    if (call_.topk_ids_are_int64)
+      std::memcpy(&wide, ids + index * 8, 8);
+    else
+      std::memcpy(&narrow, ids + index * 4, 4);
+    return call_.topk_ids_are_int64 ? wide : narrow;
   }
 
   // --- prepare ---
@@ -267,11 +276,12 @@ class Layer {
   }
 
   // With enough tokens to pay for it, 16-bit rows are converted here, once; conversion is exact, so the results do not
-  // depend on it. `room` has space for the block.
+  // depend on it. `room` has space for the block, or is nullptr in a call of few tokens.
   RowBlock row_block_for(const Matrix& matrix, int64_t first, int64_t last, int64_t k, int64_t tokens,
                          float* room) const {
     RowBlock block = row_block(matrix, first, last);
-    if (matrix.type == DataType::kFloat32 || tokens < kWidenFrom || kRows * k * 4 > kWidenBytes) return block;
+    if (room == nullptr || matrix.type == DataType::kFloat32 || tokens < kWidenFrom || kRows * k * 4 > kWidenBytes)
+      return block;
     for (int i = 0; i < block.count; ++i) {
       kernels_.widen[static_cast<int>(matrix.type)](block.rows[i], room + i * k, k);
       block.rows[i] = room + i * k;
@@ -280,12 +290,20 @@ class Layer {
     return block;
   }
 
-  static int64_t chunk_of(int64_t k) { return std::clamp<int64_t>(kChunkBytes / (k * 4) / 3 * 3, 3, kMaxChunk); }
-
   float* rows_of(size_t worker) const {
-    return w_.rows == nullptr
-               ? nullptr
-               : w_.rows + static_cast<int64_t>(worker) * std::min(kRows * longest_row(p_), kWidenBytes / 4);
+    return w_.rows == nullptr ? nullptr : w_.rows + static_cast<int64_t>(worker) * block_floats(p_);
+  }
+
+  // Where the kernels read the `n` tokens of the slots from `slot` on: x itself, or x times its mixing weight.
+  void gather(int64_t slot, int n, bool weighted, size_t worker, const float** tokens) const {
+    const int64_t k = p_.hidden_size;
+    for (int t = 0; t < n; ++t) {
+      const float* x = tokens[t] = x_ + w_.plan.token[slot + t] * k;
+      if (!weighted) continue;
+      float* scaled = w_.scaled + (static_cast<int64_t>(worker) * chunk_of(k) + t) * k;
+      for (int64_t i = 0; i < k; ++i) scaled[i] = x[i] * w_.plan.weight[slot + t];
+      tokens[t] = scaled;
+    }
   }
 
   void fc1(int64_t task, size_t worker) {
@@ -309,15 +327,14 @@ class Layer {
     const float* tokens[kMaxChunk];
     for (int64_t slot = begin; slot < end; slot += chunk_of(k)) {
       const int n = static_cast<int>(std::min(chunk_of(k), end - slot));
-      for (int t = 0; t < n; ++t) tokens[t] = x_ + w_.plan.token[slot + t] * k;
+      gather(slot, n, p_.weights_on_input && !is_shared, worker, tokens);
       up.dot(up.rows, up.count, tokens, n, k, tile + (gated ? rows : 0), kRows);
       if (gated) gate.dot(gate.rows, gate.count, tokens, n, k, tile, kRows);
       for (int t = 0; t < n; ++t) {
         float* g = tile + t * kRows;
         float* u = gated ? g + rows : g;
-        const float scale = p_.weights_on_input && !is_shared ? w_.plan.weight[slot + t] : 1.0f;
-        finish(u, rows, scale, expert.up_bias, first);
-        if (gated) finish(g, rows, scale, expert.gate_bias, first);
+        add_bias(u, rows, expert.up_bias, first);
+        if (gated) add_bias(g, rows, expert.gate_bias, first);
         kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, g, gated ? u : nullptr,
                                                              hidden_of(is_shared, slot + t) + first, rows);
       }
@@ -331,11 +348,9 @@ class Layer {
     return w_.shared_hidden + (slot - call_.tokens * p_.top_k) * p_.shared_intermediate_size;
   }
 
-  static void finish(float* values, int64_t n, float scale, const std::vector<float>& bias, int64_t first) {
-    if (scale != 1.0f)
-      for (int64_t i = 0; i < n; ++i) values[i] *= scale;
-    if (!bias.empty())
-      for (int64_t i = 0; i < n; ++i) values[i] += bias[first + i];
+  static void add_bias(float* values, int64_t n, const std::vector<float>& bias, int64_t first) {
+    if (bias.empty()) return;
+    for (int64_t i = 0; i < n; ++i) values[i] += bias[first + i];
   }
 
   void fc2(int64_t task, size_t worker) {
@@ -355,7 +370,7 @@ class Layer {
         for (int t = 0; t < n; ++t) tokens[t] = hidden_of(is_shared, slot + t);
         down.dot(down.rows, down.count, tokens, n, k, tile, kRows);
         for (int t = 0; t < n; ++t) {
-          finish(tile + t * kRows, rows, 1.0f, expert.down_bias, first);
+          add_bias(tile + t * kRows, rows, expert.down_bias, first);
           const float weight = p_.weights_on_input && !is_shared ? 1.0f : w_.plan.weight[slot + t];
           float* sum = sum_ + w_.plan.token[slot + t] * p_.hidden_size + first;
           for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * kRows + i];
@@ -383,6 +398,14 @@ class Layer {
 };
 
 }  // namespace
+
+int64_t most_tasks(const Params& params, int64_t tokens) {
+  const int64_t groups = std::min(times(tokens, params.top_k), params.num_experts);
+  const int64_t fc1 = groups * ceil_div(params.intermediate_size, fc1_rows(params.gated)) +
+                      ceil_div(params.shared_intermediate_size, fc1_rows(params.shared_gated));
+  const int64_t prepare = std::max(ceil_div(tokens, kTokenBlock), ceil_div(params.num_experts, kRows));
+  return std::max({prepare, fc1, ceil_div(params.hidden_size, kRows)});
+}
 
 int64_t workspace_bytes(const Params& params, const Call& call, int workers) {
   Carver carver(nullptr);

@@ -11,7 +11,8 @@
 
 namespace hina {
 
-// Tensors of one call; all contiguous. T tokens; which router tensors are read follows from Router::input.
+// Tensors of one call; all contiguous, at any address. T tokens; which router tensors are read follows from
+// Router::input.
 struct Call {
   int64_t tokens = 0;
   const void* hidden_states = nullptr;  // [T, H]
@@ -25,6 +26,9 @@ struct Call {
   DataType topk_weights_type = DataType::kFloat32;
   int64_t* tokens_per_expert = nullptr;  // [E] or nullptr
 };
+
+// Upper bound of the tasks that can run at once for `tokens` tokens: more workers than that find nothing to do.
+int64_t most_tasks(const Params& params, int64_t tokens);
 
 // Bytes of workspace for one call with up to `workers` concurrent workers; -1 if that does not fit in 63 bits.
 int64_t workspace_bytes(const Params& params, const Call& call, int workers);

@@ -58,7 +58,8 @@ struct Params {
   int64_t num_experts = 0;
   int64_t top_k = 0;
   bool gated = true;
-  bool weights_on_input = false;  // apply_weights_to = "input"
+  bool weights_on_input = false;   // apply_weights_to = "input"
+  bool any_narrow_weight = false;  // some projection is stored in 16 bits
   Activation activation = Activation::kSilu;
   ActivationParams activation_params{1.0f, 0.0f, std::numeric_limits<float>::infinity()};
   Router router;

@@ -1,6 +1,6 @@
 #include "op/hina_moe.h"
 
-#include <unistd.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -15,12 +15,14 @@
 namespace hina {
 namespace {
 
-const OrtApi* g_api = nullptr;  // one per process: every ONNX Runtime in it that registers hands the same table
-
-// Upper bound of concurrent workers. The pool's size is not told to custom ops; surplus calls find no work and return.
+// Upper bound of concurrent workers: the CPUs this process may use. The size of ONNX Runtime's pool is not told to
+// custom ops; surplus calls find no work and return.
 int worker_bound() {
-  constexpr int kLeast = 8, kMost = 1024;
-  return std::clamp(static_cast<int>(std::min<long>(sysconf(_SC_NPROCESSORS_CONF), kMost)), kLeast, kMost);
+  constexpr int kLeast = 8;  // also where affinity says less: a session may ask for more threads than CPUs
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+  return std::max(known ? CPU_COUNT(&allowed) : 1, kLeast);
 }
 
 // A buffer from the session's own allocator, which keeps it for the next call.
@@ -55,12 +57,14 @@ class Kernel {
     if (!choice.error.empty()) throw Error("HinaMoE node '" + node_.name + "': " + choice.error);
     kernels_ = select_kernels(choice.isa);
     workers_ = worker_bound();
-    check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
     report(choice);
+    check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
   }
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
   ~Kernel() { api_.ReleaseMemoryInfo(memory_info_); }
+
+  const OrtApi& api() const { return api_; }
 
   // Runs concurrently on one object: everything a call changes is in its own workspace.
   void compute(OrtKernelContext* context) const {
@@ -84,16 +88,18 @@ class Kernel {
     call.output = output(context, 0, hidden.shape);
     call.tokens_per_expert = static_cast<int64_t*>(optional_output(context, 1, {p.num_experts}));
 
-    const int64_t bytes = workspace_bytes(p, call, workers_);
+    const int workers = static_cast<int>(std::min<int64_t>(workers_, most_tasks(p, call.tokens)));
+    const int64_t bytes = workspace_bytes(p, call, workers);
     if (bytes < 0) fail("the workspace for " + std::to_string(call.tokens) + " tokens is too large");
     OrtAllocator* allocator = nullptr;
     check(api_, api_.KernelContext_GetAllocator(context, memory_info_, &allocator));
+    const auto release = [this](OrtAllocator* a) { api_.ReleaseAllocator(a); };
     std::string error;
     {
-      const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, release_allocator);
+      const std::unique_ptr<OrtAllocator, decltype(release)> owned(allocator, release);
       const Buffer workspace(api_, allocator, bytes);
       Pool pool{api_, context, nullptr};
-      error = forward(p, kernels_, call, workspace.aligned(), workers_, {&pool, parallel_for});
+      error = forward(p, kernels_, call, workspace.aligned(), workers, {&pool, parallel_for});
       check(api_, pool.status);
     }
     if (!error.empty()) fail(error);
@@ -105,8 +111,6 @@ class Kernel {
     const OrtKernelContext* context;
     OrtStatus* status;
   };
-
-  static void release_allocator(OrtAllocator* allocator) { g_api->ReleaseAllocator(allocator); }
 
   static void parallel_for(void* self, void (*fn)(void*, size_t), size_t total, void* data) {
     Pool& pool = *static_cast<Pool*>(self);
@@ -169,35 +173,40 @@ class Kernel {
   OrtMemoryInfo* memory_info_ = nullptr;
 };
 
-OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] { *kernel = new Kernel(*g_api, info); });
+// One op per activation type: up to 1.23 the type of an output must be known from the op or from its one input of any
+// type. The other inputs take any type here and are checked when a kernel is made.
+struct TypedOp : OrtCustomOp {
+  ONNXTensorElementDataType activation_type;
+  const OrtApi* api;
+};
+
+const TypedOp& typed(const OrtCustomOp* op) { return *static_cast<const TypedOp*>(op); }
+
+OrtStatus* create(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+  const OrtApi& api = *typed(op).api;  // the one handed in may lack what the library asked for
+  return guarded(api, ORT_INVALID_ARGUMENT, [&] { *kernel = new Kernel(api, info); });
 }
 
-OrtStatus* compute(void* kernel, OrtKernelContext* context) {
-  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] { static_cast<const Kernel*>(kernel)->compute(context); });
+OrtStatus* compute(void* self, OrtKernelContext* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(self);
+  return guarded(kernel.api(), ORT_INVALID_ARGUMENT, [&] { kernel.compute(context); });
 }
 
 // The output's shape is that of hidden_states, handed on as it is: a copy made through dimension values would lose the
 // symbolic ones. tokens_per_expert gets no shape: a node may lack that output, which this API cannot ask, and releases
 // up to 1.26 then write out of bounds.
-OrtStatus* infer_shapes(const OrtCustomOp*, OrtShapeInferContext* context) {
-  return guarded(*g_api, ORT_INVALID_ARGUMENT, [&] {
+OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
+  const OrtApi& api = *typed(op).api;
+  return guarded(api, ORT_INVALID_ARGUMENT, [&] {
     OrtTensorTypeAndShapeInfo* hidden = nullptr;
-    check(*g_api, g_api->ShapeInferContext_GetInputTypeShape(context, 0, &hidden));
-    check(*g_api, g_api->ShapeInferContext_SetOutputTypeShape(context, 0, hidden));
+    check(api, api.ShapeInferContext_GetInputTypeShape(context, 0, &hidden));
+    check(api, api.ShapeInferContext_SetOutputTypeShape(context, 0, hidden));
   });
 }
 
-// One op per activation type: up to 1.23 the type of an output must be known from the op or from its one input of any
-// type. The other inputs take any type here and are checked when a kernel is made.
-struct TypedOp : OrtCustomOp {
-  ONNXTensorElementDataType activation_type;
-};
-
-const TypedOp& typed(const OrtCustomOp* op) { return *static_cast<const TypedOp*>(op); }
-
-TypedOp make_op(ONNXTensorElementDataType activation_type, bool infers_shapes) {
+TypedOp make_op(const OrtApi& api, ONNXTensorElementDataType activation_type, bool infers_shapes) {
   TypedOp op{};
+  op.api = &api;
   op.activation_type = activation_type;
   op.version = kMinimumOrtApi;
   op.GetName = [](const OrtCustomOp*) { return kOpType; };
@@ -233,12 +242,12 @@ TypedOp make_op(ONNXTensorElementDataType activation_type, bool infers_shapes) {
 
 }  // namespace
 
-std::vector<const OrtCustomOp*> hina_moe_ops(const OrtApi* api, bool infers_shapes) {
-  g_api = api;
-  static const TypedOp ops[] = {make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, infers_shapes),
-                                make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, infers_shapes),
-                                make_op(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, infers_shapes)};
-  return {&ops[0], &ops[1], &ops[2]};
+std::vector<const OrtCustomOp*> make_hina_moe_ops(const OrtApi& api, bool infers_shapes) {
+  std::vector<const OrtCustomOp*> ops;
+  for (const auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                          ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16})
+    ops.push_back(new TypedOp(make_op(api, type, infers_shapes)));
+  return ops;
 }
 
 }  // namespace hina

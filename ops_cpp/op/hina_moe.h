@@ -5,8 +5,9 @@
 
 namespace hina {
 
-// The op's tables of callbacks, one for each activation type, valid for the life of the process. `api` must be of
-// version kMinimumOrtApi or later. Without `infers_shapes` the output has a type but no shape until it is computed.
-std::vector<const OrtCustomOp*> hina_moe_ops(const OrtApi* api, bool infers_shapes);
+// New tables of callbacks, one for each activation type, which live as long as the process: ONNX Runtime keeps pointers
+// to them and does not say for how long. `api` must be of version kMinimumOrtApi or later. Without `infers_shapes` the
+// output has a type but no shape until it is computed.
+std::vector<const OrtCustomOp*> make_hina_moe_ops(const OrtApi& api, bool infers_shapes);
 
 }  // namespace hina

@@ -22,12 +22,6 @@ void check(const OrtApi& api, OrtStatus* status) {
   throw Error(message);
 }
 
-bool succeeded(const OrtApi& api, OrtStatus* status) {
-  if (status == nullptr) return true;
-  api.ReleaseStatus(status);
-  return false;
-}
-
 TensorInfo tensor_info(const OrtApi& api, const OrtValue* value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   check(api, api.GetTensorTypeAndShape(value, &info));
@@ -69,9 +63,11 @@ const void* tensor_data(const OrtApi& api, const OrtValue* value) {
 }
 
 std::string type_name(ONNXTensorElementDataType type) {
-  constexpr const char* kNames[] = {"undefined", "float32", "uint8",     "int8",       "uint16",  "int16",
-                                    "int32",     "int64",   "string",    "bool",       "float16", "float64",
-                                    "uint32",    "uint64",  "complex64", "complex128", "bfloat16"};
+  constexpr const char* kNames[] = {"undefined",      "float32",  "uint8",        "int8",           "uint16",
+                                    "int16",          "int32",    "int64",        "string",         "bool",
+                                    "float16",        "float64",  "uint32",       "uint64",         "complex64",
+                                    "complex128",     "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2",
+                                    "float8e5m2fnuz", "uint4",    "int4",         "float4e2m1"};
   if (static_cast<size_t>(type) < sizeof kNames / sizeof *kNames) return kNames[type];
   return "element type " + std::to_string(static_cast<int>(type));
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@ namespace hina {
 // (ONNX Runtime 1.17), and that release still refuses activations and router inputs of different types. Asking for no
 // more is what lets one binary work with every later release.
 constexpr uint32_t kMinimumOrtApi = 18;
+static_assert(ORT_API_VERSION >= kMinimumOrtApi, "the ONNX Runtime headers are older than 1.18");
 
 // A fault of the model or of the inputs; the text goes to the user as it is.
 class Error : public std::runtime_error {
@@ -25,9 +27,6 @@ class Error : public std::runtime_error {
 
 // Throws what a failed status says, and releases it.
 void check(const OrtApi& api, OrtStatus* status);
-
-// Whether the status is good; a bad one is released.
-bool succeeded(const OrtApi& api, OrtStatus* status);
 
 struct TensorInfo {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -50,10 +49,12 @@ OrtStatus* guarded(const OrtApi& api, OrtErrorCode code, Body body) noexcept {
   try {
     body();
     return nullptr;
+  } catch (const std::bad_alloc&) {
+    return api.CreateStatus(ORT_FAIL, "HinaMoE: out of memory");
   } catch (const std::exception& e) {
     return api.CreateStatus(code, e.what());
   } catch (...) {  // an allocator of another C++ runtime may throw a type that is not known here
-    return api.CreateStatus(ORT_FAIL, "HinaMoE: out of memory or an unknown failure");
+    return api.CreateStatus(ORT_FAIL, "HinaMoE: a failure of an unknown type");
   }
 }
 

@@ -1,7 +1,6 @@
 #include "op/parse.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <map>
 
@@ -55,7 +54,7 @@ class Parser {
   // --- attributes ---
 
   void read_attributes() {
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    constexpr int64_t kMost = 65536;  // far above any model, and small enough for one Expert each in memory
     attributes_.integer("spec_version", kSpecVersion, kSpecVersion);
     p().num_experts = attributes_.integer("num_experts", 1, kMost);
     p().top_k = attributes_.integer("top_k", 1, p().num_experts);
@@ -71,7 +70,8 @@ class Parser {
                   ", expected a divisor of num_experts = " + std::to_string(p().num_experts));
     const bool grouped_scores = r.score_func == ScoreFunc::kSoftmax || r.score_func == ScoreFunc::kSigmoid;
     if (r.n_group > 1 && !grouped_scores)
-      throw Error("attribute n_group is above 1, but this score_func has no groups");
+      throw Error("attribute n_group is " + std::to_string(r.n_group) + ", expected 1 with score_func " +
+                  attributes_.text("score_func"));
     r.group_score = static_cast<GroupScore>(attributes_.word("group_score_func"));
     r.group_mask_value = attributes_.number("group_mask_value", -kInf, kMax);
     r.mix_from_selection = attributes_.word("mixing_source") == 1;
@@ -115,7 +115,7 @@ class Parser {
     const OrtValue* value = nullptr;
     check(api_, api_.KernelInfoGetConstantInput_tensor(info_, index, &is_constant, &value));
     if (!is_constant || value == nullptr)
-      throw Error(c.what + " is not a constant, expected an initializer of the model");
+      throw Error(c.what + " is not a constant, expected an initializer of the model that is not a graph input too");
     const TensorInfo info = tensor_info(api_, value);
     c.type = float_type(info.type, c.what);
     c.shape = info.shape;
@@ -174,6 +174,8 @@ class Parser {
     check_shapes();
     p().experts.resize(static_cast<size_t>(p().num_experts));
     for (int64_t e = 0; e < p().num_experts; ++e) p().experts[e] = expert("", e, p().intermediate_size);
+    for (const auto& [name, field] : fields_)
+      for (const Constant& tensor : field.tensors) p().any_narrow_weight |= tensor.type != DataType::kFloat32;
     if (!shared) return;
     p().shared = expert("shared_", 0, p().shared_intermediate_size);
     if (const auto gate = fields_.find("shared_expert_gate"); gate != fields_.end())

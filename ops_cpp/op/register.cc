@@ -1,5 +1,7 @@
 // The two symbols that the library exports.
 #include <cstdio>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "kernels/dispatch.h"
@@ -19,15 +21,22 @@ bool can_infer_shapes(const char* version) {
   return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || minor >= 24);
 }
 
-// Domains live as long as the session options that use them, which nobody tells us about: one for the process.
-OrtCustomOpDomain* domain(const OrtApi& api, bool infers_shapes) {
-  static OrtCustomOpDomain* const made = [&] {
-    OrtCustomOpDomain* d = nullptr;
-    check(api, api.CreateCustomOpDomain(kDomain, &d));
-    for (const OrtCustomOp* op : hina_moe_ops(&api, infers_shapes)) check(api, api.CustomOpDomain_Add(d, op));
-    return d;
-  }();
-  return made;
+// The domain of one ONNX Runtime. A process may hold several (a Python wheel and a native component, say), each with
+// its own table of functions. Session options use a domain without saying for how long: it stays for the life of the
+// process.
+OrtCustomOpDomain* domain(const OrtApi& api, const char* version) {
+  static std::mutex mutex;
+  static std::map<const OrtApi*, OrtCustomOpDomain*> domains;
+  const std::lock_guard<std::mutex> lock(mutex);
+  OrtCustomOpDomain*& known = domains[&api];
+  if (known == nullptr) {
+    OrtCustomOpDomain* made = nullptr;
+    check(api, api.CreateCustomOpDomain(kDomain, &made));
+    for (const OrtCustomOp* op : make_hina_moe_ops(api, can_infer_shapes(version)))
+      check(api, api.CustomOpDomain_Add(made, op));
+    known = made;
+  }
+  return known;
 }
 
 std::string cpu_info_json() {
@@ -69,9 +78,8 @@ HINA_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtAp
                                 " or later, but this is ONNX Runtime " + base->GetVersionString();
     return base->GetApi(1)->CreateStatus(ORT_FAIL, message.c_str());
   }
-  return guarded(*api, ORT_FAIL, [&] {
-    check(*api, api->AddCustomOpDomain(options, domain(*api, can_infer_shapes(base->GetVersionString()))));
-  });
+  return guarded(*api, ORT_FAIL,
+                 [&] { check(*api, api->AddCustomOpDomain(options, domain(*api, base->GetVersionString()))); });
 }
 
 // JSON about the library: topic "version", "cpu_info", "kernels" or "op_schema"; nullptr for any other topic. The text

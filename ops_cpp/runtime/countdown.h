@@ -2,7 +2,8 @@
 //
 // Waiting is only allowed for claimed work: a claimed task is being executed by a running thread, so the wait ends even
 // if the pool never starts another worker. It is therefore never a barrier: a single thread finishes everything alone
-// and never waits. A waiter spins briefly, since the task it waits for is short, then sleeps in the kernel.
+// and never waits. A waiter spins briefly, since the task it waits for is short, then sleeps in the kernel. A Countdown
+// must outlive every arrive() on it, also the one that ends the wait.
 #pragma once
 
 #include <atomic>
@@ -22,7 +23,7 @@ class Countdown {
   }
 
   void wait() const {
-    constexpr int kSpins = 2000;  // about 20 microseconds on a CPU whose pause takes 30 cycles
+    constexpr int kSpins = 2000;  // 20 to 100 microseconds, as long as a pause takes on this CPU
     for (int i = 0; i < kSpins; ++i) {
       if (left_.load(std::memory_order_acquire) <= 0) return;
       pause();

@@ -15,6 +15,7 @@ import pytest
 from hina_ort import get_library_path
 from tests import node as harness
 from tests.ops_cpp.mutants import bases, mutants
+from tests.ops_cpp.test_ort_versions import release
 
 BUILD = harness.ROOT / "build"
 
@@ -38,13 +39,14 @@ def build(name: str, sanitizers: str) -> Path:
     return folder
 
 
-def run_native(folder: Path, name: str, *arguments: str) -> str:
+def run_native(folder: Path, name: str, *arguments: str, leaks: bool = True) -> str:
     done = subprocess.run(
         [str(folder / "tests" / "ops_cpp" / "native" / f"{name}_test"), *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=280,
+        env={**os.environ, "ASAN_OPTIONS": f"detect_leaks={int(leaks)}"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
@@ -96,6 +98,22 @@ def test_op_under_address_and_undefined(address_build: Path, tmp_path: Path) -> 
     ended = {line["ended"]: line for line in map(json.loads, done.stdout.splitlines()) if "ended" in line}
     assert set(ended) == set(chosen)
     assert all(line["stage"] == "done" for stem, line in ended.items() if stem.startswith("base")), ended
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_two_runtimes_in_one_process(address_build: Path, tmp_path: Path, newest_first: bool) -> None:
+    node = harness.random_node(harness.make_spec(), np.random.default_rng(1))
+    model = tmp_path / "model.onnx"
+    model.write_bytes(harness.make_model(node).SerializeToString())
+    packages = [release("1.20.0"), release("1.32.0")]
+    runtimes = [str(next(package.glob("onnxruntime/capi/libonnxruntime.so.*"))) for package in packages]
+    library = str(address_build / "ops_cpp" / "libhina_ort.so")
+    order = reversed(runtimes) if newest_first else runtimes
+    # The tables of the op live as long as the process, by design; so do threads of ONNX Runtime.
+    out = run_native(
+        address_build, "two_runtimes", library, str(model), str(node.spec.hidden_size), *order, leaks=False
+    )
+    assert "ok 1.20.0" in out and "ok 1.32.0" in out
 
 
 @pytest.mark.slow

@@ -321,6 +321,19 @@ def test_every_rank(leading: tuple[int, ...], router_input: str) -> None:
     assert same_bits(harness.check(node, flat)["output"].reshape(output.shape), output)
 
 
+@pytest.mark.parametrize("router_input", ["router_weight", "router_logits", "topk_ids"])
+@pytest.mark.parametrize("activation_type", FLOAT_TYPES)
+def test_inputs_at_odd_addresses(activation_type: str, router_input: str) -> None:
+    spec = make_spec(num_experts=16, top_k=4, router_input=router_input)
+    node = harness.random_node(spec, np.random.default_rng(3), activation_type=activation_type)
+    feeds = harness.random_feeds(node, np.random.default_rng(4), (7,))
+    session = harness.make_session(harness.make_model(node))
+    want = harness.run(session, feeds)["output"]
+    moved = {name: harness.misaligned(value) for name, value in feeds.items()}
+    assert all(value.ctypes.data % value.itemsize for value in moved.values())
+    assert same_bits(harness.run(session, moved)["output"], want)
+
+
 @pytest.mark.parametrize("router_input", ["router_logits", "topk_ids"])
 def test_router_inputs_may_be_flat(router_input: str) -> None:
     """Exported graphs often flatten the tokens for the router only; what counts is the number of tokens."""
@@ -396,9 +409,22 @@ def test_duplicate_ids_count_twice() -> None:
     np.testing.assert_allclose(harness.check(node, five)["output"], harness.check(single, once)["output"], rtol=1e-5)
 
 
-def test_nonfinite_mixing_weight_stays_in_its_row() -> None:
-    node = qwen3(num_experts=8, router_input="topk_ids")
+@pytest.mark.parametrize("apply_weights_to", ["output", "input"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_nonfinite_mixing_weight_stays_in_its_row(value: float, activation: str, apply_weights_to: str) -> None:
+    node = qwen3(num_experts=8, router_input="topk_ids", apply_weights_to=apply_weights_to, activation=activation)
     feeds = harness.random_feeds(node, np.random.default_rng(22), (4,))
-    feeds["topk_weights"][1, 2] = NAN
+    feeds["topk_weights"][1, 2] = value
     feeds["topk_weights"][3, 0] = 0.0
     harness.check(node, feeds, threads=2)
+
+
+def test_input_weighting_multiplies_before_the_projection() -> None:
+    """A product out of the float32 range if the weight came after the projection, or before it in another order."""
+    spec = make_spec(router_input="topk_ids", apply_weights_to="input")
+    node = harness.random_node(spec, np.random.default_rng(1))
+    feeds = harness.random_feeds(node, np.random.default_rng(23), (3,))
+    feeds["hidden_states"][1] *= np.float32(3e37)
+    feeds["topk_weights"][1] = np.float32(1e-37)
+    harness.check(node, feeds)

@@ -7,7 +7,8 @@
 //
 // Contract
 // - Products are accumulated in float32. The order over i depends on the ISA and on k alone, never on n_rows, n_tokens
-//   or the place in the tile: a token's result is the same bits in every batch and for every split of the work.
+//   or the place in the tile: a token's result is the same bits in every batch and for every split of the work (which
+//   NaN it is, of several that meet, is not specified).
 // - Nothing is read outside rows[r][0..k) and tokens[t][0..k), nothing written but the n_rows x n_tokens results.
 // - n_rows >= 0, n_tokens >= 0, k >= 1.
 #pragma once

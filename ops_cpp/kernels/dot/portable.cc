@@ -12,12 +12,13 @@ void dot(const void* const* rows, int n_rows, const float* const* tokens, int n_
   constexpr int kLanes = 8;
   for (int r = 0; r < n_rows; ++r) {
     for (int t = 0; t < n_tokens; ++t) {
-      const float* x = tokens[t];
+      const void* x = tokens[t];
       float sum[kLanes] = {};
       int64_t i = 0;
       for (; i + kLanes <= k; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) sum[lane] += load<type>(rows[r], i + lane) * x[i + lane];
-      for (int lane = 0; i < k; ++i, ++lane) sum[lane] += load<type>(rows[r], i) * x[i];
+        for (int lane = 0; lane < kLanes; ++lane)
+          sum[lane] += load<type>(rows[r], i + lane) * load<DataType::kFloat32>(x, i + lane);
+      for (int lane = 0; i < k; ++i, ++lane) sum[lane] += load<type>(rows[r], i) * load<DataType::kFloat32>(x, i);
       const float low = (sum[0] + sum[4]) + (sum[1] + sum[5]);
       const float high = (sum[2] + sum[6]) + (sum[3] + sum[7]);
       out[t * out_stride + r] = low + high;

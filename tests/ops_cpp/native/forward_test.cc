@@ -92,9 +92,10 @@ Params random_layer(Buffers& buffers) {
   p.router.correction = bias(p.num_experts);
   for (int64_t e = 0; e < p.num_experts; ++e)
     p.experts.push_back(random_expert(buffers, p.hidden_size, p.intermediate_size, p.gated));
+  p.any_narrow_weight = true;
   if (pick(0, 2) == 0) {
     p.shared_intermediate_size = pick(1, 90);
-    p.shared_gated = p.gated;
+    p.shared_gated = pick(0, 1);
     p.shared = random_expert(buffers, p.hidden_size, p.shared_intermediate_size, p.shared_gated);
     if (pick(0, 1)) p.shared_gate = buffers.matrix(1, p.hidden_size);
   }
