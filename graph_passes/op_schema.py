@@ -8,8 +8,8 @@ tensors. The attribute `weight_inputs` names the tensors of that list, in order,
 with `experts_stacked=0` it is `num_experts` consecutive tensors, expert 0 first. A `shared_*` field is always
 one tensor. All weights are row-major `[N, K]`, as `nn.Linear.weight` is.
 
-ONNX Runtime does not tell a custom op which attributes a node has: one that is not in this table, a misspelt one too, is
-not seen by the library. `MoeSpec.from_attributes` refuses it.
+ONNX Runtime does not tell a custom op which attributes a node has: one that is not in this table, a misspelt one too,
+is not seen by the library. `MoeSpec.from_attributes` refuses it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
         "string",
         "propagate",
         ("propagate", "zero"),
-        "a token whose logits hold NaN, +inf or nothing finite: NaN spreads as in standard operators, or it mixes with zeros",
+        "a token whose logits hold NaN, +inf or nothing finite: NaN spreads, as in ONNX operators, or it gets zeros",
     ),
     Attribute("apply_weights_to", "string", "output", ("output", "input"), "Llama-4 scales the expert input"),
     Attribute(
