@@ -1,13 +1,11 @@
 // How the work is cut. Every task is claimed by one fetch_add, in this order:
 //
 //   prepare  a block of tokens: activations to float32, router logits; whoever finishes the last logits of a block
-//   chooses
-//            its experts, and whoever finishes the last block makes the plan. When the tokens make only one block, the
-//            tasks of a router inside the op are blocks of its rows instead.
-//   FC1      (group, block of rows): gate and up rows of one expert for all its tokens, then the activation -> `hidden`
-//   FC2      a block of output rows, for ALL groups in ascending order: down rows times `hidden`, weighted, added to
-//   the
-//            output. One task owns an output element, so nothing is atomic and the order of the sum is fixed.
+//            chooses its experts, and whoever finishes the last block makes the plan. When the tokens make only one
+//            block, the tasks of a router inside the op are blocks of its rows instead.
+//   FC1      (group, block of rows): gate and up rows of one expert for all its tokens, then the activation
+//   FC2      a block of output rows, for ALL groups in ascending order: down rows times what FC1 left, weighted,
+//            added to the output. One task owns an output element: nothing is atomic, the order of the sum is fixed.
 //
 // An FC2 task waits for the FC1 countdown of a group just before it needs it; all FC1 tasks are claimed by then (see
 // Countdown). Kernels see all rows of a block against a chunk of tokens that stays in the L2 cache.
@@ -19,114 +17,12 @@
 #include <cstring>
 #include <new>
 
-#include "moe/plan.h"
+#include "moe/blocking.h"
 #include "moe/routing.h"
-#include "runtime/countdown.h"
+#include "moe/workspace.h"
 
 namespace hina {
 namespace {
-
-constexpr int kRows = 32;                    // rows of a block: 16 gate with 16 up, or 32 of one matrix
-constexpr int kMaxChunk = 96;                // tokens of a chunk, at most
-constexpr int64_t kChunkBytes = 192 * 1024;  // of float32 activations in a chunk
-constexpr int64_t kWidenBytes = 512 * 1024;  // of float32 weights in a block; larger blocks convert in the kernel
-constexpr int64_t kWidenFrom = 6;    // tokens from which 16-bit rows are converted once per block, not once per tile
-constexpr int64_t kTokenBlock = 24;  // tokens of a prepare task
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Hands out pieces of one block of memory. With a null base it only measures.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    int64_t bytes = 0, end = 0;
-    if (__builtin_mul_overflow(count, static_cast<int64_t>(sizeof(T)), &bytes) ||
-        __builtin_add_overflow(bytes, 63, &bytes) || __builtin_add_overflow(used_, bytes & ~int64_t{63}, &end)) {
-      overflow_ = true;
-      return nullptr;
-    }
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ = end;
-    return piece;
-  }
-
-  int64_t used() const { return overflow_ ? -1 : used_; }
-
- private:
-  std::byte* base_;
-  int64_t used_ = 0;
-  bool overflow_ = false;
-};
-
-struct Workspace {
-  float* x = nullptr;               // [T, H]; not taken when hidden_states is float32
-  float* sum = nullptr;             // [T, H]; not taken when the output is float32
-  float* logits = nullptr;          // [T, E]
-  int32_t* ids = nullptr;           // [T, k]
-  float* weights = nullptr;         // [T, k]
-  float* shared_weights = nullptr;  // [T]
-  Plan plan;
-  float* hidden = nullptr;           // [T * k, I]
-  float* shared_hidden = nullptr;    // [T, S]
-  Countdown* logits_left = nullptr;  // [token blocks]
-  Countdown* fc1_left = nullptr;     // [E + 1]
-  float* rows = nullptr;             // [workers, kRows, longest row]; only where 16-bit rows are converted by the block
-  float* scaled = nullptr;           // [workers, chunk, H]; only with weights_on_input
-  float* tile = nullptr;             // [workers, kMaxChunk, kRows]
-  float* scores = nullptr;           // [workers, 3 E]
-  int32_t* group_ids = nullptr;      // [workers, E]
-};
-
-int64_t longest_row(const Params& params) {
-  return std::max({params.hidden_size, params.intermediate_size, params.shared_intermediate_size});
-}
-
-// Room for the float32 copy of one block of rows.
-int64_t block_floats(const Params& params) { return std::min(kRows * longest_row(params), kWidenBytes / 4); }
-
-// Tokens of a chunk, of `k` float32 values each.
-int64_t chunk_of(int64_t k) { return std::clamp<int64_t>(kChunkBytes / (k * 4) / 3 * 3, 3, kMaxChunk); }
-
-int64_t fc1_rows(bool gated) { return gated ? kRows / 2 : kRows; }
-
-// Product of two sizes, or a value that no workspace can have.
-int64_t times(int64_t a, int64_t b) {
-  int64_t product = 0;
-  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<int64_t>::max() : product;
-}
-
-Workspace carve(Carver& carver, const Params& params, const Call& call, int workers) {
-  const int64_t tokens = call.tokens, experts = params.num_experts, k = params.top_k;
-  const int64_t shared_tokens = params.shared_intermediate_size > 0 ? tokens : 0;
-  const int64_t slots = times(tokens, k + (shared_tokens > 0 ? 1 : 0));
-  Workspace w;
-  if (call.type != DataType::kFloat32) {
-    w.x = carver.take<float>(times(tokens, params.hidden_size));
-    w.sum = carver.take<float>(times(tokens, params.hidden_size));
-  }
-  w.logits = carver.take<float>(params.router.input == RouterInput::kTopK ? 0 : times(tokens, experts));
-  w.ids = carver.take<int32_t>(times(tokens, k));
-  w.weights = carver.take<float>(times(tokens, k));
-  w.shared_weights = carver.take<float>(shared_tokens);
-  w.plan.first = {carver.take<int64_t>(experts + 2), static_cast<size_t>(experts + 2)};
-  w.plan.token = {carver.take<int32_t>(slots), static_cast<size_t>(slots)};
-  w.plan.weight = {carver.take<float>(slots), static_cast<size_t>(slots)};
-  w.plan.active = {carver.take<int32_t>(experts + 1), static_cast<size_t>(experts + 1)};
-  w.hidden = carver.take<float>(times(times(tokens, k), params.intermediate_size));
-  w.shared_hidden = carver.take<float>(times(shared_tokens, params.shared_intermediate_size));
-  w.logits_left = carver.take<Countdown>(ceil_div(tokens, kTokenBlock));
-  w.fc1_left = carver.take<Countdown>(experts + 1);
-  if (params.any_narrow_weight && tokens >= kWidenFrom) w.rows = carver.take<float>(block_floats(params) * workers);
-  if (params.weights_on_input)
-    w.scaled = carver.take<float>(times(chunk_of(params.hidden_size) * workers, params.hidden_size));
-  w.tile = carver.take<float>(int64_t{kMaxChunk} * kRows * workers);
-  w.scores = carver.take<float>(3 * experts * workers);
-  w.group_ids = carver.take<int32_t>(experts * workers);
-  return w;
-}
 
 // One block of rows as a kernel takes them.
 struct RowBlock {
@@ -407,20 +303,13 @@ int64_t most_tasks(const Params& params, int64_t tokens) {
   return std::max({prepare, fc1, ceil_div(params.hidden_size, kRows)});
 }
 
-int64_t workspace_bytes(const Params& params, const Call& call, int workers) {
-  Carver carver(nullptr);
-  carve(carver, params, call, workers);
-  return carver.used();
-}
-
 std::string forward(const Params& params, const KernelSet& kernels, const Call& call, void* workspace, int workers,
                     const Executor& executor) {
   if (call.tokens == 0) {
     if (call.tokens_per_expert != nullptr) std::fill_n(call.tokens_per_expert, params.num_experts, 0);
     return {};
   }
-  Carver carver(workspace);
-  Layer layer(params, kernels, call, carve(carver, params, call, workers));
+  Layer layer(params, kernels, call, carve(workspace, params, call, workers));
   const auto work = [](void* self, size_t index) { static_cast<Layer*>(self)->work(index); };
   executor.parallel_for(executor.self, work, static_cast<size_t>(workers), &layer);
   return layer.error();
