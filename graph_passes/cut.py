@@ -1,9 +1,10 @@
 """Cut one block out of a model and run it alone in ONNX Runtime.
 
 The cut starts at the inputs of a MoeMatch and ends at its output. Large weights become inputs of the cut, so that they
-are read where they are mapped and never copied. Values outside the block of which only the shape is read (sequence
-lengths taken from the token ids, say) become inputs too, and are fed with zeros of a fitting shape. ONNX Runtime has
-few bfloat16 kernels on CPU, so a block in bfloat16 runs in float32.
+are read where they are mapped; only what the block itself makes of them is copied (a gather of each token's experts,
+say). Values outside the block of which only the shape is read (sequence lengths taken from the token ids, say) become
+inputs too, and are fed with zeros of a fitting shape. ONNX Runtime has few bfloat16 kernels on CPU, so a block in
+bfloat16 runs in float32; its weights are widened where they are used.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir import serde
 
-from graph_passes.external_data import EXTERNAL_BYTES, release
+from graph_passes.external_data import EXTERNAL_BYTES
 from graph_passes.matchers.match import MoeMatch
+
+BATCH = 3
+"""A run whose number of tokens is a multiple of this is a batch of so many sequences."""
 
 _OUTSIDE_STEPS = 64
 """How far back a value of which only the shape is read is followed to see whether it belongs to the block."""
 
-_BFLOAT16 = ir.DataType.BFLOAT16.numpy()
+_GATHERS = ("Gather", "GatherND")
 
 Feeds = Mapping[ir.Value, npt.NDArray[Any]]
 
@@ -67,12 +71,16 @@ class Cut:
         graph.outputs[0].name = "out"
         graph.outputs[0].type, graph.outputs[0].shape = ir.TensorType(self.dtype), None
         _widen(graph)
+        for clone in graph.inputs:
+            if clone.dtype == ir.DataType.BFLOAT16:
+                _widen_uses(clone)
         self._session = _session(ir.Model(graph, ir_version=min(model.ir_version, 10)))
 
     def run(self, feeds: Feeds, tokens: int) -> npt.NDArray[Any]:
         """Run on `feeds` (one row per token) and return the block's output, shaped as hidden_states.
 
-        `feeds` may also hold initializers, to be used in place of what they contain.
+        `feeds` may also hold initializers, to be used in place of what they contain. Raises CutError when the block
+        fails, when a value cannot have the shape it is fed with, or when the output has another shape.
         """
         hidden = self._match.hidden_states
         leading = _leading_shape(hidden.shape, tokens)
@@ -81,34 +89,39 @@ class Cut:
         for value in (hidden, *self._match.inputs.values()):
             shape = leading if value.shape is not None and len(value.shape) == len(leading) + 1 else (tokens,)
             shape = leading if value is hidden else shape
-            named[self._names[value]] = feeds[value].reshape(*shape, feeds[value].shape[-1])
+            rows = feeds[value].reshape(*shape, feeds[value].shape[-1])
+            if _contradicts(value, rows, hidden):
+                raise CutError(f"{value.name} is {_shown(value.shape)}, and would be read as {list(rows.shape)}")
+            named[self._names[value]] = rows.astype(self._dtype(value).numpy(), copy=False)
         for value in self._shape_only:
             named[self._names[value]] = np.zeros(_guess_shape(value, leading, known), self._dtype(value).numpy())
         for value in self._weights:
             assert value.const_value is not None
             named[self._names[value]] = feeds[value] if value in feeds else value.const_value.numpy()
-        widened = {name: a.astype(np.float32) if a.dtype == _BFLOAT16 else a for name, a in named.items()}
         try:
-            output = self._session.run(["out"], widened)[0]
+            (result,) = self._session.run_with_ort_values(["out"], {name: to_ort(a) for name, a in named.items()})
+            output: npt.NDArray[Any] = result.numpy()
         except Exception as error:  # ONNX Runtime has no base class for its errors
             raise CutError(_first_line(error)) from error
         expected = named[self._names[hidden]].shape
         if output.shape != expected:
             raise CutError(f"its output is {list(output.shape)} for hidden states {list(expected)}")
-        result: npt.NDArray[Any] = output
-        return result
-
-    def close(self) -> None:
-        """Unmap the weights."""
-        for value in self._weights:
-            release(value.const_value)
+        return output
 
     def _dtype(self, value: ir.Value) -> ir.DataType:
-        if value.const_value is not None:
-            return _widened(value.const_value.dtype)
+        if value in self._weights:
+            assert value.const_value is not None
+            return value.const_value.dtype
         if value is self._match.inputs.get("topk_ids"):
             return value.dtype or ir.DataType.INT64
         return _widened(value.dtype or self.dtype)
+
+
+def to_ort(array: npt.NDArray[Any]) -> ort.OrtValue:
+    """An OrtValue on the memory of `array`; ONNX Runtime knows bfloat16 only as the bits of it."""
+    if array.dtype == ir.DataType.BFLOAT16.numpy():
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ir.DataType.BFLOAT16.value)
+    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def block_values(match: MoeMatch) -> set[ir.Value]:
@@ -140,6 +153,28 @@ def _widen(graph: ir.Graph) -> None:
     for value in [v for node in graph.all_nodes() for v in node.outputs] + list(graph.initializers.values()):
         if value.dtype == ir.DataType.BFLOAT16:
             value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _widen_uses(value: ir.Value) -> None:
+    """Let each use of the bfloat16 `value` see float32: what a Gather takes of it is cast, else all of it."""
+    for node, index in list(value.uses()):
+        assert node.graph is not None
+        if node.op_type in _GATHERS and index == 0:
+            taken = node.outputs[0]
+            users = list(taken.uses())
+            cast = _cast_of(taken)
+            node.graph.insert_after(node, cast)
+            taken.type = ir.TensorType(ir.DataType.BFLOAT16)
+            for user, place in users:
+                user.replace_input_with(place, cast.outputs[0])
+        else:
+            cast = _cast_of(value)
+            node.graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
+
+
+def _cast_of(value: ir.Value) -> ir.Node:
+    return ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(ir.DataType.FLOAT))], num_outputs=1)
 
 
 def _weight_dtype(match: MoeMatch) -> ir.DataType:
@@ -246,12 +281,38 @@ def _reaches(value: ir.Value, inside: set[ir.Value]) -> bool:
     return False
 
 
+def _contradicts(value: ir.Value, rows: npt.NDArray[Any], hidden: ir.Value) -> bool:
+    """Whether `value` is known to have another shape than `rows`.
+
+    Token axes that hidden_states fixes as well are not compared: the probe varies them all the same.
+    """
+    if value.shape is None:
+        return False
+    if len(value.shape) != rows.ndim:
+        return True
+    *leading, last = value.shape
+    if isinstance(last, int) and last != rows.shape[-1]:
+        return True
+    fixed = [] if hidden.shape is None else list(hidden.shape)[:-1]
+    if fixed and all(isinstance(d, int) for d in fixed):
+        return False
+    same_rank = len(fixed) == len(leading)
+    return any(
+        isinstance(d, int) and d != size and not (same_rank and fixed[axis] == d)
+        for axis, (d, size) in enumerate(zip(leading, rows.shape, strict=False))
+    )
+
+
+def _shown(shape: ir.Shape | None) -> str:
+    return "of unknown shape" if shape is None else f"[{', '.join(str(d) for d in shape)}]"
+
+
 def _leading_shape(shape: ir.Shape | None, tokens: int) -> tuple[int, ...]:
     """Token axes of hidden_states for `tokens` tokens: [1, T], a real batch where it divides, or what is fixed."""
     axes = 2 if shape is None else len(shape) - 1
     if axes <= 1:
         return (tokens,)
-    batch = 3 if tokens % 3 == 0 else 1
+    batch = BATCH if tokens % BATCH == 0 else 1
     if shape is not None and isinstance(shape[0], int) and shape[0] > 0:
         batch = shape[0] if tokens % shape[0] == 0 else 1
     return (batch, *([1] * (axes - 2)), tokens // batch)
@@ -281,6 +342,7 @@ def _session(model: ir.Model) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = False  # it would grow to twice what the largest run needs, and keep it
     try:
         data = serde.serialize_model(model).SerializeToString()
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])

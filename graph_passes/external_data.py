@@ -7,8 +7,6 @@ file beside the model and moves both into place only when they are complete.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,8 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir import serde
+
+from graph_passes.staging import new_folder, publish, staging_folder
 
 ALIGNMENT = 4096
 EXTERNAL_BYTES = 1024
@@ -95,36 +95,30 @@ def release(tensor: ir.TensorProtocol | None) -> None:
 def save(model: ir.Model, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
     """Write `model` to `path` and its weights to `<path>.data`, at offsets that can be memory-mapped.
 
-    Weights that already lie in external data in the folder of `path` stay where they are. Both files appear under
-    their names only when complete; an interrupted or failed save leaves nothing behind. `progress(done, total)` is
-    called per tensor written. The model itself is unchanged. Raises ModelFileError when a file cannot be written,
-    or when `<path>.data` holds weights of the source.
+    Weights that already lie in external data in the folder of `path` stay where they are. The files are written aside
+    and renamed when both are complete; an interrupt or an error before that leaves what was there, folders included.
+    `progress(done, total)` is called per tensor written. The model itself is unchanged. Raises ModelFileError when a
+    file cannot be written, or when `<path>.data` holds weights of the source.
     """
     path = Path(path)
-    data_name = data_path(path).name
     folder = path.parent.resolve()
     values = [v for graph in model.graphs() for v in graph.initializers.values() if v.const_value is not None]
     before = [v.const_value for v in values]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=folder, prefix=f".{path.name}."))
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be written: {error.strerror or error}") from error
-    try:
-        wrote_data = _place_tensors(values, folder, staging, data_name, progress)
-        try:
-            (staging / "model").write_bytes(serde.serialize_model(model).SerializeToString())
-        except ValueError as error:
-            raise ModelFileError(f"{path} would exceed 2 GiB without its weights, which protobuf forbids") from error
-        if wrote_data:
-            os.replace(staging / "data", folder / data_name)
-        os.replace(staging / "model", folder / path.name)
+        with new_folder(folder), staging_folder(folder / path.name) as staged:
+            _place_tensors(values, folder, staged / data_path(path).name, progress)
+            try:
+                (staged / path.name).write_bytes(serde.serialize_model(model).SerializeToString())
+            except ValueError as error:
+                raise ModelFileError(
+                    f"{path} would exceed 2 GiB without its weights, which protobuf forbids"
+                ) from error
+            publish(staged, folder, last=path.name)
     except OSError as error:
         raise ModelFileError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _check_external_data(model: ir.Model, path: Path) -> None:
@@ -177,19 +171,17 @@ def _attribute_tensors(model: ir.Model) -> Iterator[tuple[ir.Node, str, ir.Exter
                 yield node, name, attribute.value
 
 
-def _place_tensors(
-    values: list[ir.Value], folder: Path, staging: Path, data_name: str, progress: Progress | None
-) -> bool:
-    """Point every value at its tensor's final place; write those that have none yet to `staging`/data."""
+def _place_tensors(values: list[ir.Value], folder: Path, data: Path, progress: Progress | None) -> None:
+    """Point every value at its tensor's final place in `folder`; write those that have none yet to the file `data`."""
     to_write: dict[int, ir.TensorProtocol] = {}
     places: dict[int, ir.ExternalTensor] = {}
     for value in values:
         tensor = value.const_value
         assert tensor is not None
         if isinstance(tensor, ir.ExternalTensor) and (location := _location_in(tensor, folder)) is not None:
-            if location == data_name:
+            if location == data.name:
                 raise ModelFileError(
-                    f"{data_name} in {folder} holds weights of the model being saved and would be overwritten; "
+                    f"{data.name} in {folder} holds weights of the model being saved and would be overwritten; "
                     "choose another name"
                 )
             places[id(tensor)] = _external(location, tensor.offset, tensor)
@@ -209,19 +201,18 @@ def _place_tensors(
 
         placed = ir.external_data.convert_tensors_to_external(
             list(to_write.values()),
-            staging,
-            "data",
+            data.parent,
+            data.name,
             callback=written,
             alignment=ALIGNMENT,
             align_threshold=EXTERNAL_BYTES - 1,
         )
         for key, tensor in zip(to_write, placed, strict=True):
-            places[key] = _external(data_name, tensor.offset, tensor)
+            places[key] = _external(data.name, tensor.offset, tensor)
     for value in values:
         tensor = value.const_value
         if place := places.get(id(tensor)):
             value.const_value = _external(place.location, place.offset, place, name=value.name)
-    return bool(to_write)
 
 
 def _location_in(tensor: ir.ExternalTensor, folder: Path) -> str | None:

@@ -1,6 +1,6 @@
 """MoeMatch -> HinaMoE node. The only file that creates the node.
 
-Cases, per routed weight field:
+Cases, per weight field:
 1. one stacked `[E, N, K]` initializer, or E slices of one: referenced as it is (`experts_stacked=1`).
 2. E initializers that lie `[N, K]`: referenced as they are (`experts_stacked=0`).
 3. anything else (stored `[K, N]`, or fields of both kinds): one stacked tensor, computed when the model is saved.
@@ -19,35 +19,99 @@ import onnx_ir as ir
 
 from graph_passes.external_data import release
 from graph_passes.matchers.match import MoeMatch, WeightSource
-from graph_passes.moe_spec import FIELDS
-from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE, OPSET_VERSION
+from graph_passes.op_schema import DOMAIN, FLOAT_TYPES, INPUTS, OP_TYPE, OPSET_VERSION
 
 
-def fuse(model: ir.Model, match: MoeMatch) -> ir.Node:
+def check(match: MoeMatch) -> None:
+    """Raise ValueError, naming the tensor, when a HinaMoE node cannot take what `match` names.
+
+    Every tensor must have a type that the op knows and as many elements as the spec asks for, and experts that are
+    to be stacked must share a type. A match that passes can be proven and fused.
+    """
+    spec = match.spec
+    if match.output.graph is None or match.output.producer() is None:
+        raise ValueError(f"its output {match.output.name} is not computed in the model")
+    allowed = {item.name: item.types for item in INPUTS}
+    for name, value in {"hidden_states": match.hidden_states, **match.inputs}.items():
+        if value.dtype is not None:
+            _check_type(name, value, value.dtype, allowed[name])
+    for name, source in match.constants.items():
+        _check_source(name, source, _constant_shape(match, name), allowed[name])
+    for name in spec.weight_inputs:
+        sources, shape = match.weights[name], spec.field_shape(name)
+        if len(sources) == 1:
+            shape = (spec.num_experts, *shape)
+        elif len(sources) != spec.num_experts:
+            raise ValueError(f"{name} has {len(sources)} tensors for {spec.num_experts} experts")
+        for source in sources:
+            _check_source(name, source, shape, FLOAT_TYPES)
+            if source.dtype != sources[0].dtype and _is_stacked(match):
+                raise ValueError(
+                    f"the experts' {name} have types {sources[0].dtype} and {source.dtype}; use one for all"
+                )
+
+
+def _is_stacked(match: MoeMatch) -> bool:
+    """Whether the node takes one tensor per field; else every expert's tensors are read where they lie."""
+
+    def lie_per_expert(name: str) -> bool:
+        sources, shape = match.weights[name], match.spec.field_shape(name)
+        return len(sources) == match.spec.num_experts and all(_lies(source, shape, match) for source in sources)
+
+    return not all(lie_per_expert(name) for name in match.spec.weight_inputs)
+
+
+def _lies(source: WeightSource, shape: tuple[int, ...], match: MoeMatch) -> bool:
+    """Whether the op can read the initializer as it is."""
+    value = source.value
+    return source.in_place and source.shape == shape and value.is_initializer() and value.graph is match.output.graph
+
+
+def _check_source(name: str, source: WeightSource, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
+    _check_type(name, source.value, source.dtype, types)
+    if math.prod(source.shape) != math.prod(shape):
+        raise ValueError(f"{name} ({source.value.name}) is {list(source.shape)}, expected {list(shape)}")
+
+
+def _check_type(name: str, value: ir.Value, dtype: ir.DataType, types: tuple[str, ...]) -> None:
+    if (got := dtype.numpy().name) not in types:
+        raise ValueError(
+            f"{name} ({value.name}) has type {got}, HinaMoE takes {', '.join(types)}; export the model "
+            "in one of these types"
+        )
+
+
+def _constant_shape(match: MoeMatch, name: str) -> tuple[int, ...]:
+    experts = match.spec.num_experts
+    return (experts, match.spec.hidden_size) if name == "router_weight" else (experts,)
+
+
+def fuse(model: ir.Model, match: MoeMatch, names: UniqueNames | None = None) -> ir.Node:
     """Replace the block of `match` by a HinaMoE node and return it.
 
-    The node's output takes the name, shape and type of `match.output`. Raises ValueError when the match does not
-    belong to `model`, or when a weight's size contradicts the spec; the model is then unchanged.
+    The node's output takes the name, shape and type of `match.output`. `names` may be shared by the blocks of one
+    model, so that its names are read once. Raises the ValueErrors of `check`; the model is then unchanged.
     """
+    check(match)
     graph, old = match.output.graph, match.output.producer()
-    if graph is None or old is None:
-        raise ValueError(f"{match.name}: its output is not computed in the model")
-    builder = _Builder(graph, _UniqueNames(model), match)
+    assert graph is not None and old is not None
+    names = names or UniqueNames(model)
+    builder = _Builder(names, match)
     spec = replace(match.spec, experts_stacked=builder.stacked)
     inputs = builder.inputs()
     node = ir.Node(DOMAIN, OP_TYPE, inputs, ir.convenience.convert_attributes(spec.attributes()), num_outputs=1)
-    node.name = builder.names.unique(f"{match.name}/{OP_TYPE}")
+    node.name = names.unique(f"{match.name}/{OP_TYPE}")
     for value in builder.created:
         graph.register_initializer(value)
     for imports in (graph.opset_imports, model.opset_imports):
         imports[DOMAIN] = OPSET_VERSION
     graph.insert_before(old, node)
-    _take_over(match, node.outputs[0], builder.names)
+    _take_over(match, node.outputs[0], names)
     _sweep(graph, old)
     return node
 
 
-class _UniqueNames:
+class UniqueNames:
     """Names for new values and nodes that clash with none of the model."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -60,6 +124,7 @@ class _UniqueNames:
                 self._taken.update(value.name for value in node.outputs)
 
     def unique(self, wanted: str) -> str:
+        """`wanted`, numbered if it is in use; it is in use from now on."""
         name, number = wanted, 1
         while name in self._taken:
             name, number = f"{wanted}_{number}", number + 1
@@ -70,13 +135,11 @@ class _UniqueNames:
 class _Builder:
     """Collects the inputs of the node; new initializers are in `created` and not yet part of the graph."""
 
-    def __init__(self, graph: ir.Graph, names: _UniqueNames, match: MoeMatch) -> None:
-        self.graph = graph
+    def __init__(self, names: UniqueNames, match: MoeMatch) -> None:
         self.names = names
         self.match = match
         self.created: list[ir.Value] = []
-        routed = [name for name in match.spec.weight_inputs if not FIELDS[name].shared]
-        self.stacked = not all(self._lies_per_expert(name) for name in routed)
+        self.stacked = _is_stacked(match)
 
     def inputs(self) -> list[ir.Value | None]:
         """Inputs of the node in the order of the op schema, then the weights; trailing absent inputs are kept."""
@@ -84,31 +147,17 @@ class _Builder:
         values: list[ir.Value | None] = [match.hidden_states]
         for item in INPUTS[1:]:
             if item.name in match.constants:
-                shape = {"router_weight": (match.spec.num_experts, match.spec.hidden_size)}
-                expected = shape.get(item.name, (match.spec.num_experts,))
-                values.append(self._constant(item.name, match.constants[item.name], expected))
+                shape = _constant_shape(match, item.name)
+                values.append(self._constant(item.name, match.constants[item.name], shape))
             else:
                 values.append(match.inputs.get(item.name))
         for name in match.spec.weight_inputs:
             values.extend(self._field(name, match.weights[name]))
         return values
 
-    def _lies_per_expert(self, name: str) -> bool:
-        sources, shape = self.match.weights[name], self.match.spec.field_shape(name)
-        return len(sources) == self.match.spec.num_experts and all(self._lies(source, shape) for source in sources)
-
-    def _lies(self, source: WeightSource, shape: tuple[int, ...]) -> bool:
-        """Whether the op can read the initializer as it is."""
-        value = source.value
-        return source.in_place and source.shape == shape and value.is_initializer() and value.graph is self.graph
-
     def _field(self, name: str, sources: tuple[WeightSource, ...]) -> list[ir.Value]:
         shape = self.match.spec.field_shape(name)
         experts = self.match.spec.num_experts
-        if FIELDS[name].shared:
-            return [self._constant(name, sources[0], shape)]
-        if len(sources) not in (1, experts):
-            raise ValueError(f"{self.match.name}: {name} has {len(sources)} tensors for {experts} experts")
         if not self.stacked:
             return [self._constant(name, source, shape) for source in sources]
         if len(sources) == 1:
@@ -118,18 +167,11 @@ class _Builder:
             s.value is whole and s.index == e and not s.transpose for e, s in enumerate(sources)
         ):
             return [self._constant(name, WeightSource(whole), (experts, *shape))]
-        for source in sources:
-            _check_size(self.match, name, source, shape)
-            if source.dtype != sources[0].dtype:
-                raise ValueError(
-                    f"{self.match.name}: the experts' {name} have types {sources[0].dtype}, {source.dtype}"
-                )
         return [self._create(name, lambda: _stack(sources, shape), sources[0].dtype, (experts, *shape))]
 
     def _constant(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
         """The initializer itself when it can be read where it lies, else a new one of `shape`."""
-        _check_size(self.match, name, source, shape)
-        if self._lies(source, shape):
+        if _lies(source, shape, self.match):
             return source.value
         return self._create(name, lambda: _read(source, shape), source.dtype, shape)
 
@@ -147,13 +189,10 @@ def _size(value: ir.Value) -> int:
     return value.const_value.size if value.const_value is not None else 0
 
 
-def _check_size(match: MoeMatch, name: str, source: WeightSource, shape: tuple[int, ...]) -> None:
-    if math.prod(source.shape) != math.prod(shape):
-        raise ValueError(f"{match.name}: {name} ({source.value.name}) is {list(source.shape)}, expected {list(shape)}")
-
-
 def _read(source: WeightSource, shape: tuple[int, ...]) -> ir.Tensor[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
-    array = source.tensor().numpy().reshape(shape).copy()
+    array = source.tensor().numpy().reshape(shape)
+    if source.in_place:
+        array = array.copy()  # else it is a copy already
     release(source.value.const_value)
     return ir.Tensor(array, dtype=source.dtype)
 
@@ -168,7 +207,7 @@ def _stack(
     return ir.Tensor(stacked, dtype=sources[0].dtype)
 
 
-def _take_over(match: MoeMatch, new: ir.Value, names: _UniqueNames) -> None:
+def _take_over(match: MoeMatch, new: ir.Value, names: UniqueNames) -> None:
     """Give `new` the name, type, shape and consumers of the block's output."""
     old, like = match.output, match.hidden_states
     new.type = old.type or like.type

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from graph_passes.cut import block_values
-from graph_passes.fuse_moe import fuse
-from graph_passes.matchers import MATCHERS, Miss, MoeMatch
+from graph_passes.fuse_moe import UniqueNames, check, fuse
+from graph_passes.matchers import MATCHERS, Miss, MoeMatch, subgraph_misses
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
 from graph_passes.probe import probe
@@ -45,16 +47,11 @@ class FusionReport:
         return self.found if self.applied else []
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Proven:
     match: MoeMatch
+    values: set[ir.Value]
     block: FusedBlock
-
-
-@dataclass
-class _Results:
-    proven: list[_Proven] = field(default_factory=list)
-    refused: list[Miss] = field(default_factory=list)
 
 
 def fuse_model(
@@ -70,62 +67,86 @@ def fuse_model(
     before = _count_nodes(model)
     report("reading the graph", 0, 1)
     working = model.clone()
-    normalize(working)
+    candidates = find_blocks(working)
     report("reading the graph", 1, 1)
-    results = _prove(working, rtol, report)
-    proven, refused = results.proven, results.refused
+    proven, refused = _prove(working, candidates, rtol, report)
     found = [item.block for item in proven]
     if not proven or (refused and not partial):
         return FusionReport(found, refused, False, before, before)
-    refused += _rewrite(working, proven, report)
-    if (refused and not partial) or not proven:
-        return FusionReport(found, refused, False, before, before)
+    _rewrite(working, proven, report)
     model.graph = working.graph
     model.functions.clear()
     model.functions.update(working.functions)
-    return FusionReport([item.block for item in proven], refused, True, before, _count_nodes(model))
+    return FusionReport(found, refused, True, before, _count_nodes(model))
 
 
-def _prove(model: ir.Model, rtol: float, report: Progress) -> _Results:
-    """Run every matcher and probe what they propose."""
-    results = _Results()
-    candidates = [found for matcher in MATCHERS for found in matcher(model.graph)]
-    taken: set[ir.Value] = set()
+def find_blocks(model: ir.Model) -> list[MoeMatch | Miss]:
+    """Normalise `model` in place, and list what looks like a MoE block in it, subgraphs included."""
+    with _without_tracebacks():
+        normalize(model)
+    return [*(found for matcher in MATCHERS for found in matcher(model.graph)), *subgraph_misses(model)]
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep onnx_ir from logging the traceback of a shape inference that fails; the shapes stay as they are then."""
+    logger = logging.getLogger("onnx_ir.passes.common.shape_inference")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _prove(
+    model: ir.Model, candidates: list[MoeMatch | Miss], rtol: float, report: Progress
+) -> tuple[list[_Proven], list[Miss]]:
+    """Check and probe what the matchers propose: what is proven, and what is refused."""
+    proven: list[_Proven] = []
+    refused: list[Miss] = []
     for done, found in enumerate(candidates):
         report("checking MoE blocks", done, len(candidates))
         if isinstance(found, Miss):
-            results.refused.append(found)
+            refused.append(found)
             continue
         values = block_values(found)
-        if values & taken:
-            results.refused.append(Miss(found.name, f"{found.family} overlaps with a block that was matched before it"))
+        reason = _objection(found, values, proven)
+        if not reason:
+            outcome = probe(model, found, rtol)
+            reason = outcome.reason
+        if reason:
+            refused.append(Miss(found.name, reason))
             continue
-        outcome = probe(model, found, rtol)
-        if not outcome.ok:
-            results.refused.append(Miss(found.name, outcome.reason))
-            continue
-        taken |= values
         size = sum(source.nbytes for sources in found.weights.values() for source in sources)
         block = FusedBlock(found.name, found.spec, found.family, outcome.worst_relative_l2, size)
-        results.proven.append(_Proven(found, block))
+        proven.append(_Proven(found, values, block))
     report("checking MoE blocks", len(candidates), len(candidates))
-    return results
+    return proven, refused
 
 
-def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> list[Miss]:
-    """Fuse what is proven; what cannot be fused leaves `proven` and is returned."""
-    refused: list[Miss] = []
+def _objection(match: MoeMatch, values: set[ir.Value], proven: list[_Proven]) -> str:
+    """Why the block, which computes `values`, cannot be fused even if it is what it seems; empty if it can.
+
+    Blocks may share nodes in front of them (a flattening of the tokens, say), but none may compute another's output.
+    """
+    for other in proven:
+        if match.output in other.values or other.match.output in values:
+            return f"it overlaps with {other.match.name}, which was proven before it; report this model"
+    try:
+        check(match)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> None:
+    names = UniqueNames(model)
     replaced: dict[ir.Value, ir.Value] = {}
-    for done, item in enumerate(list(proven)):
+    for done, item in enumerate(proven):
         report("rewriting MoE blocks", done, len(proven))
         match = _follow_replaced(item.match, replaced)
-        try:
-            replaced[match.output] = fuse(model, match).outputs[0]
-        except ValueError as error:
-            proven.remove(item)
-            refused.append(Miss(match.name, str(error)))
+        replaced[match.output] = fuse(model, match, names).outputs[0]
     report("rewriting MoE blocks", len(proven), len(proven))
-    return refused
 
 
 def _follow_replaced(match: MoeMatch, replaced: dict[ir.Value, ir.Value]) -> MoeMatch:

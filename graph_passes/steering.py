@@ -6,6 +6,7 @@ that the same rows can be run in batches of several sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +16,17 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graph_passes import reference
+from graph_passes.cut import BATCH
 from graph_passes.matchers.match import MoeMatch, WeightSource
 from graph_passes.moe_spec import MoeSpec
 
 Array = npt.NDArray[np.float64]
 
 TOKEN_COUNTS = (1, 2, 7, 33)
-"""The last batch grows when 33 tokens cannot reach every expert."""
+"""The last count grows when 33 tokens cannot reach every expert, and is split where a run may not be that large."""
+
+GATHER_BYTES = 1 << 29
+"""A run may gather copies of this much of the experts' weights, or as much as `BATCH` tokens need."""
 
 MARGIN = {ir.DataType.FLOAT: 1e-4, ir.DataType.DOUBLE: 1e-6, ir.DataType.FLOAT16: 1e-2}
 """Logits may move by this much (relative and absolute) without changing a token's experts: some 20 roundoffs."""
@@ -90,11 +95,10 @@ def _random_constant(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 def _explicit(match: MoeMatch, dtype: ir.DataType, rng: np.random.Generator) -> Inputs:
     """Ids and weights are inputs: token t takes the next k experts of a random order."""
     spec = match.spec
-    batches = _batches(-(-spec.num_experts // spec.top_k))
+    batches = _batches(-(-spec.num_experts // spec.top_k), _most_tokens(match))
     tokens = np.arange(batches[-1].stop)[:, None]
     order = rng.permutation(spec.num_experts)
-    # Counted from the last batch on, so that this one reaches every expert.
-    ids = order[((tokens - batches[-1].start) * spec.top_k + np.arange(spec.top_k)) % spec.num_experts]
+    ids = order[(tokens * spec.top_k + np.arange(spec.top_k)) % spec.num_experts]
     ids_value, weights_value = match.inputs["topk_ids"], match.inputs["topk_weights"]
     weights = rng.uniform(0.2, 1.0, ids.shape).astype((weights_value.dtype or dtype).numpy())
     router = {"topk_ids": ids.astype((ids_value.dtype or ir.DataType.INT64).numpy()), "topk_weights": weights}
@@ -102,8 +106,25 @@ def _explicit(match: MoeMatch, dtype: ir.DataType, rng: np.random.Generator) -> 
     return Inputs(hidden, router, {}, batches)
 
 
-def _batches(needed: int) -> tuple[slice, ...]:
-    sizes = [*TOKEN_COUNTS[:-1], max(TOKEN_COUNTS[-1], needed)]
+def _most_tokens(match: MoeMatch) -> int:
+    """Tokens that one run may have: a block whose experts are stacked copies those of each token to multiply them.
+
+    All fields may be copied before the first product. Weights of 16 bits are there in float32 as well.
+    """
+    copied = 0
+    for name, sources in match.weights.items():
+        if len(sources) == 1:
+            copied += math.prod(match.spec.field_shape(name)) * (4 if sources[0].dtype == ir.DataType.FLOAT else 2 + 4)
+    return max(BATCH, GATHER_BYTES // max(1, match.spec.top_k * copied))
+
+
+def _batches(needed: int, most: int) -> tuple[slice, ...]:
+    """Runs of at most `most` tokens; those behind the first three hold `needed` tokens at least, in whole batches."""
+    most -= most % BATCH
+    rest = max(TOKEN_COUNTS[-1], needed)
+    runs = -(-rest // most)
+    size = -(-rest // (runs * BATCH)) * BATCH
+    sizes = [*(min(count, most) for count in TOKEN_COUNTS[:-1]), *([size] * runs)]
     ends = np.cumsum(sizes)
     return tuple(slice(int(end) - size, int(end)) for end, size in zip(ends, sizes, strict=True))
 
@@ -145,7 +166,7 @@ def _routed(
         raise Unreachable(f"no input reaches experts {', '.join(map(str, missing))} by a clear margin")
     chosen = _cover(reached)
     clear = np.flatnonzero(reached.any(1))
-    batches = _batches(len(chosen))
+    batches = _batches(len(chosen), _most_tokens(match))
     filler = rng.choice(clear, batches[-1].stop - len(chosen))
     picked = rows[np.concatenate([filler, np.array(chosen)])]
     if "router_logits" in match.inputs:

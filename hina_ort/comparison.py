@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graph_passes import external_data
+from graph_passes.accuracy import relative_l2
+from graph_passes.cut import to_ort
 from hina_ort.session import session_options
 
 Array = npt.NDArray[Any]
@@ -66,7 +67,7 @@ class _Model:
 
     def run(self, names: list[str], inputs: dict[str, Array]) -> list[Array]:
         with self._clear_errors():
-            values = {name: _to_ort(value) for name, value in inputs.items()}
+            values = {name: to_ort(value) for name, value in inputs.items()}
             return [_from_ort(value) for value in self.session.run_with_ort_values(names, values)]
 
     @contextmanager
@@ -75,15 +76,6 @@ class _Model:
             yield
         except Exception as error:  # the exceptions of ONNX Runtime have no base class of their own
             raise CheckError(f"ONNX Runtime cannot run {self.path}: {error}") from error
-
-
-def _to_ort(array: Array) -> Any:
-    """An OrtValue of `array`; ONNX Runtime knows bfloat16 only as the bits of it."""
-    from onnxruntime import OrtValue
-
-    if array.dtype == ml_dtypes.bfloat16:
-        return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), ir.DataType.BFLOAT16.value)
-    return OrtValue.ortvalue_from_numpy(array)
 
 
 def _from_ort(value: Any) -> Array:
@@ -117,20 +109,6 @@ def compare_models(
         if progress is not None:
             progress("checking", run + 1, runs)
     return results
-
-
-def relative_l2(expected: Array, got: Array) -> float:
-    """||got - expected|| / ||expected|| in float64; infinite when shapes, types or non-finite values differ."""
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return math.inf
-    a, b = np.asarray(expected, np.float64), np.asarray(got, np.float64)
-    finite = np.isfinite(a)
-    if not (np.array_equal(a[~finite], b[~finite], equal_nan=True) and np.isfinite(b[finite]).all()):
-        return math.inf
-    difference, norm = float(np.linalg.norm(b[finite] - a[finite])), float(np.linalg.norm(a[finite]))
-    if difference == 0:
-        return 0.0
-    return difference / norm if norm else math.inf
 
 
 def random_inputs(

@@ -18,8 +18,8 @@ from graph_passes import external_data
 from graph_passes.external_data import ModelFileError
 from graph_passes.matchers.match import Miss
 from graph_passes.pipeline import FusedBlock, fuse_model
+from graph_passes.staging import publish, restored_on_error, staging_folder
 from hina_ort.comparison import CheckError, Comparison, compare_models
-from hina_ort.staging import publish, restored_on_error, staging_folder
 from hina_ort.weights import LayerBytes, is_hina_moe, weights_by_layer
 
 MODEL_NAME = "model.onnx"

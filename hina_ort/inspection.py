@@ -10,11 +10,10 @@ from typing import Any
 import onnx_ir as ir
 
 from graph_passes import external_data
-from graph_passes.matchers import MATCHERS
 from graph_passes.matchers.match import Miss, MoeMatch
 from graph_passes.moe_spec import FIELDS, ROUTER_INPUTS, MoeSpec
-from graph_passes.normalize import normalize
 from graph_passes.op_schema import INPUTS
+from graph_passes.pipeline import find_blocks
 from hina_ort.conversion import find_model
 from hina_ort.weights import is_hina_moe
 
@@ -62,8 +61,7 @@ def inspect_model(path: str | os.PathLike[str]) -> Inspection:
     nodes = list(model.graph.all_nodes())
     constants = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]
     blocks = [_fused(node) for node in nodes if is_hina_moe(node)]
-    normalize(model)
-    blocks += [_found(item) for matcher in MATCHERS for item in matcher(model.graph)]
+    blocks += [_found(item) for item in find_blocks(model)]
     return Inspection(str(source), len(nodes), sum(c.nbytes for c in constants if c is not None), blocks)
 
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from graph_passes import reference
+from graph_passes.accuracy import relative_l2
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch, WeightSource
 from graph_passes.normalize import normalize
 
@@ -101,10 +102,4 @@ def compare(model: ir.Model, match: MoeMatch, feeds: np.ndarray | Mapping[str, n
     }
     expected, _ = reference.hina_moe(match.spec, hidden_states, weights, **arguments)
     assert output.shape == hidden_states.shape
-    return relative_l2(output, expected)
-
-
-def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Norm of the difference over the norm of `expected`, in float64."""
-    difference = np.linalg.norm(actual.astype(np.float64) - expected.astype(np.float64))
-    return float(difference / max(np.linalg.norm(expected.astype(np.float64)), 1e-30))
+    return relative_l2(expected, output.astype(np.float64))

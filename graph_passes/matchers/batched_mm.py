@@ -14,15 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp, router
+from graph_passes.matchers.ends import check_routing, ends
 from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
+from graph_passes.matchers.places import block_name, judge
 from graph_passes.matchers.views import (
     NoMatch,
     constant,
     dim,
+    follow,
     integers,
     is_standard,
     is_view,
@@ -32,6 +36,7 @@ from graph_passes.matchers.views import (
     other_operand,
     produced_by,
     rank,
+    refuse_fixed_tokens,
     reshape_chain,
     strip,
     swaps_last_two,
@@ -54,22 +59,16 @@ class Projection:
 
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every block of this family in `graph`: a match, or a Miss that says where and why it is none."""
-    places: dict[ir.Value, list[ir.Node]] = {}
+    return [judge(products[0].node, partial(_match, ids, products)) for ids, products in find_places(graph).items()]
+
+
+def find_places(graph: ir.Graph) -> dict[ir.Value, list[Projection]]:
+    """The products with gathered weights, by the ids that gather them."""
+    places: dict[ir.Value, list[Projection]] = {}
     for node in graph:
-        if _gathers_experts(node):
-            places.setdefault(strip(operand(node, 1)), []).append(node)
-    results: list[MoeMatch | Miss] = []
-    for ids, gathers in places.items():
-        products = [p for gather in gathers for p in _products(gather)]
-        if not products:
-            continue
-        try:
-            results.append(_match(ids, products))
-        except NoMatch as problem:
-            results.append(Miss((problem.node or products[0].node).name or "", problem.reason))
-        except ValueError as problem:
-            results.append(Miss(products[0].node.name or "", str(problem)))
-    return results
+        if _gathers_experts(node) and (products := list(_products(node))):
+            places.setdefault(strip(operand(node, 1)), []).extend(products)
+    return places
 
 
 def _gathers_experts(node: ir.Node) -> bool:
@@ -149,29 +148,19 @@ def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine
     sources = dict(zip(mlp.layout, halves, strict=False))
     weights: dict[str, tuple[WeightSource, ...]] = {}
     biases: dict[str, tuple[WeightSource, ...]] = {}
-    for name, half in sources.items():
-        projection = _projection_at(half.source, inputs, ids)
+    projections = {name: _projection_at(half.source, inputs, ids) for name, half in sources.items()}
+    for name, projection in {**projections, "down_proj": down}.items():
+        rows = {"gate_up_proj": 2 * intermediate_size, "down_proj": hidden_size}.get(name, intermediate_size)
+        columns = intermediate_size if name == "down_proj" else hidden_size
+        _check_shape(projection, name, projection.source, (experts, rows, columns))
         weights[name] = (projection.source,)
         if projection.bias is not None:
+            _check_shape(projection, name + "_bias", projection.bias, (experts, rows))
             biases[name + "_bias"] = (projection.bias,)
-        rows = 2 * intermediate_size if name == "gate_up_proj" else intermediate_size
-        if projection.source.shape != (experts, rows, hidden_size):
-            raise NoMatch(
-                projection.node,
-                f"the weights of {name} are {list(projection.source.shape)}, expected {[experts, rows, hidden_size]} "
-                f"to go with down_proj {list(down.source.shape)}",
-            )
-    weights["down_proj"] = (down.source,)
-    if down.bias is not None:
-        biases["down_proj_bias"] = (down.bias,)
     routing = router.recognise(combine.mixing, ids, tokens, combine.top_k)
-    if routing.num_experts is not None and routing.num_experts != experts:
-        raise NoMatch(
-            combine.node,
-            f"the router scores {routing.num_experts} experts, but the stacked weights hold {experts}: experts are "
-            "missing or unused; export the model again",
-        )
-    hidden_states, output = _outermost(tokens, combine.output)
+    # One row for each token: the router, checked next, gives every row of tokens k ids, which are summed again.
+    hidden_states, output = ends(tokens, combine.output, hidden_size, same_rows=True)
+    check_routing(routing, tokens, experts, hidden_size)
     spec = MoeSpec(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -183,7 +172,7 @@ def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine
         **routing.fields,
     )
     return MoeMatch(
-        _name(routing, combine.node),
+        block_name(combine.node, routing.constants.get("router_weight")),
         FAMILY,
         spec,
         hidden_states,
@@ -194,16 +183,16 @@ def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine
     )
 
 
-def _name(routing: router.Router, node: ir.Node) -> str:
-    """The module path of the block, read off its router's weight (`layers.0.mlp.gate.weight`), else the node's name."""
-    source = routing.constants.get("router_weight")
-    path = (source.value.name or "").split(".")[:-2] if source is not None else []
-    return ".".join(path) or node.name or ""
+def _check_shape(projection: Projection, name: str, source: WeightSource, expected: tuple[int, ...]) -> None:
+    if source.shape != expected:
+        raise NoMatch(
+            projection.node, f"{name} ({source.value.name}) is {list(source.shape)}, expected {list(expected)}"
+        )
 
 
 def _repeated(value: ir.Value) -> tuple[ir.Value, int] | None:
     """The tokens `[T, H]` and k when `value` holds every token k times in a row, else None."""
-    node = strip(value).producer()
+    node = follow(value).producer()
     if node is None or node.op_type not in ("Expand", "Tile") or not is_standard(node):
         return None
     inner, counts = operand(node, 0), integers(operand(node, 1))
@@ -217,7 +206,8 @@ def _repeated(value: ir.Value) -> tuple[ir.Value, int] | None:
     others = [c for i, c in enumerate(counts) if i != len(counts) + axis]
     if any(c != 1 for c in others) or (axis == -2 and dim(inner, -2) != 1):
         return None
-    return next(v for v in reshape_chain(inner) if rank(v) != axes or axis == -1), counts[axis]
+    # The tokens are what the axis of size 1 was put into, where that can be seen.
+    return next((v for v in reshape_chain(inner) if rank(v) != axes or axis == -1), inner), counts[axis]
 
 
 @dataclass(frozen=True)
@@ -236,11 +226,12 @@ def _combine(down: Projection, ids: ir.Value) -> _Combine:
     while True:
         node = only_consumer(value)
         if is_view(node):
-            pass
+            refuse_fixed_tokens(node)
         elif node.op_type == "Add" and is_standard(node) and mixing is None and down.bias is None:
             down = replace(down, bias=_gathered_bias(node, value, ids))
         elif node.op_type == "Mul" and is_standard(node) and mixing is None:
             mixing = other_operand(node, value)
+            follow(mixing)
         elif node.op_type == "ReduceSum" and is_standard(node) and mixing is not None:
             break
         else:
@@ -277,31 +268,3 @@ def _projection_at(value: ir.Value, inputs: list[Projection], ids: ir.Value) -> 
                     return projection
                 return replace(projection, bias=_gathered_bias(addition, candidate, ids))
     raise NoMatch(value.producer(), f"{value.name} is not one of the projections of the repeated tokens")
-
-
-def _outermost(tokens: ir.Value, summed: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The pair of equally shaped values, furthest out, between which the block lies.
-
-    `tokens` [T, H] may be a Reshape of `[B, S, H]`, and `summed` [T, H] may be reshaped back to it.
-    """
-    outputs = [summed]
-    while len(outputs[-1].consumers()) == 1 and not outputs[-1].is_graph_output():
-        node = outputs[-1].consumers()[0]
-        if not is_view(node):
-            break
-        outputs.append(node.outputs[0])
-    for hidden in reversed(list(reshape_chain(tokens))):
-        for output in reversed(outputs):
-            if _same_shape(hidden, output) and hidden.dtype == output.dtype:
-                return hidden, output
-    for output in outputs:
-        if output.dtype == tokens.dtype and rank(output) == rank(tokens) == 2:
-            return tokens, output
-    raise NoMatch(summed.producer(), f"no value after {summed.name} has the shape and type of the tokens {tokens.name}")
-
-
-def _same_shape(a: ir.Value, b: ir.Value) -> bool:
-    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
-        return False
-    known = all(isinstance(d, int) or d.value is not None for d in (*a.shape, *b.shape))
-    return known and list(a.shape) == list(b.shape)

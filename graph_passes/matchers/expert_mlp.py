@@ -123,7 +123,7 @@ def recognise(value: ir.Value) -> ExpertMlp:
     up, beta = with_scalar(product.factors[0], "Add") or (product.factors[0], 0.0)
     gate, gate_low, gate_high = _limits(activated)
     up, up_low, up_high = _limits(up)
-    if gate_low != -math.inf or up_low != -up_high or gate_high != up_high:
+    if gate_low != -math.inf or up_low != -up_high or gate_high != up_high or gate_high < 0.0:
         raise NoMatch(
             node,
             f"gate is limited to [{gate_low:g}, {gate_high:g}] and up to [{up_low:g}, {up_high:g}]; HinaMoE knows "

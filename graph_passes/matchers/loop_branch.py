@@ -7,7 +7,7 @@ output[token] += mixing[token, slot] * mlp_e(x[token])
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,20 @@ import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp
 from graph_passes.matchers.match import WeightSource
+from graph_passes.matchers.projection import projection, stored_weight
 from graph_passes.matchers.views import (
     RESHAPES,
     NoMatch,
+    follow,
     integers,
     is_standard,
-    is_view,
+    node_axes,
     operand,
     produced_by,
+    rank,
     scalar,
     strip,
     swaps_last_two,
-    weight,
 )
 
 _INDEX_OPS = frozenset({"Transpose", "Split", "Slice", "Gather", "Expand", "Cast", *RESHAPES})
@@ -34,9 +36,12 @@ _INDEX_OPS = frozenset({"Transpose", "Split", "Slice", "Gather", "Expand", "Cast
 
 @dataclass(frozen=True)
 class Mask:
-    """The tokens of one expert: `ids [T, k]`, expert id (None: computed), labels of the rows that NonZero gives."""
+    """The tokens of one expert: `ids [T, k]`, expert id (None: computed), labels of the rows that NonZero gives.
 
-    nonzero: ir.Node
+    `rows` is empty when the axes of the mask are not known.
+    """
+
+    node: ir.Node
     ids: ir.Value
     expert: int | None
     rows: tuple[str, ...]
@@ -65,7 +70,10 @@ class Branch:
 def find_mask(nonzero: ir.Node) -> Mask | None:
     """The expert mask that `nonzero` reads: a row of OneHot(ids), or ids == e; None when it is something else."""
     value = operand(nonzero, 0)
+    squeezes = []
     while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity", "Squeeze"):
+        if node.op_type == "Squeeze":
+            squeezes.append(node)
         value = operand(node, 0)
     if node is None or not is_standard(node):
         return None
@@ -74,7 +82,7 @@ def find_mask(nonzero: ir.Node) -> Mask | None:
             expert = integers(node.inputs[index])
             ids = operand(node, 1 - index)
             if expert is not None and len(expert) == 1 and produced_by(ids, "TopK"):
-                return Mask(nonzero, strip(ids), expert[0], ("token", "slot"))
+                return Mask(nonzero, strip(ids), expert[0], _squeezed(["token", "slot"], squeezes))
         return None
     labelled = _labels(operand(node, 0)) if node.op_type == "Gather" else None
     if labelled is None:
@@ -83,9 +91,22 @@ def find_mask(nonzero: ir.Node) -> Mask | None:
     axis = node.attributes.get_int("axis", 0)
     if labels[axis] != "expert":
         return None
-    rows = tuple(label for label in labels if label != "expert")
+    if rank(operand(node, 1)) == 0:
+        labels.pop(axis)
     experts = integers(node.inputs[1])
-    return Mask(nonzero, ids, experts[0] if experts is not None and len(experts) == 1 else None, rows)
+    expert_id = experts[0] if experts is not None and len(experts) == 1 else None
+    return Mask(nonzero, ids, expert_id, _squeezed(labels, squeezes))
+
+
+def _squeezed(labels: Sequence[str], squeezes: Sequence[ir.Node]) -> tuple[str, ...]:
+    """Labels of the axes that Squeeze nodes, last one first, leave; none when they drop more than the expert's axis."""
+    left = list(labels)
+    for node in reversed(squeezes):
+        axes = node_axes(node)
+        if axes is None or len(axes) != 1 or not -len(left) <= axes[0] < len(left) or left[axes[0]] != "expert":
+            return ()
+        left.pop(axes[0])
+    return tuple(left)
 
 
 def _labels(value: ir.Value) -> tuple[ir.Value, list[str]] | None:
@@ -116,6 +137,8 @@ def _labels(value: ir.Value) -> tuple[ir.Value, list[str]] | None:
 def parse(mask: Mask) -> Branch:
     """Read the branch of `mask`, whose expert id is constant. Raises NoMatch, naming the node where it parts."""
     assert mask.expert is not None
+    if not mask.rows:
+        raise NoMatch(mask.node, "Squeeze drops an axis of the mask that NonZero reads, other than the expert's own")
     scatter = _find_scatter(mask)
     reduction = scatter.attributes.get_string("reduction", "none")
     if reduction not in ("none", "add"):
@@ -140,30 +163,10 @@ def parse(mask: Mask) -> Branch:
     return Branch(mask.expert, scatter, accumulator, adds, tokens, mixing, layout, fields, weights)
 
 
-def follow(value: ir.Value, *more: str) -> ir.Value:
-    """The value behind all views and nodes of the types `more`; NoMatch at one that fixes the number of tokens."""
-    while (node := value.producer()) is not None and (is_view(node) or (node.op_type in more and is_standard(node))):
-        _refuse_fixed_tokens(node)
-        value = operand(node, 0)
-    return value
-
-
-def _refuse_fixed_tokens(node: ir.Node) -> None:
-    target = integers(node.inputs[1]) if node.op_type in ("Reshape", "Expand") and len(node.inputs) > 1 else None
-    if not target:
-        return
-    if all(size > 0 for size in target) and (node.op_type == "Reshape" or max(target[:-1] or target) > 1):
-        raise NoMatch(
-            node,
-            f"{node.op_type} fixes the shape {list(target)}: the export is valid only for the number of tokens that it "
-            "was traced with; export it again with dynamic axes and an exporter that keeps them",
-        )
-
-
 def _find_scatter(mask: Mask) -> ir.Node:
     """The one ScatterElements or ScatterND that takes its indices from the mask."""
     found: dict[ir.Node, None] = {}
-    pending = deque(mask.nonzero.outputs)
+    pending = deque(mask.node.outputs)
     while pending:
         for use in pending.popleft().uses():
             node, index = use.node, use.idx
@@ -172,9 +175,7 @@ def _find_scatter(mask: Mask) -> ir.Node:
             elif node.op_type in _INDEX_OPS and index == 0:
                 pending.extend(node.outputs)
     if len(found) != 1:
-        raise NoMatch(
-            mask.nonzero, f"the tokens of expert {mask.expert} are scattered {len(found)} times, expected once"
-        )
+        raise NoMatch(mask.node, f"the tokens of expert {mask.expert} are scattered {len(found)} times, expected once")
     return next(iter(found))
 
 
@@ -198,7 +199,7 @@ def _row(value: ir.Value, mask: Mask) -> str | None:
     transpose = produced_by(source, "Transpose", through_views=False)
     if transpose is not None:
         source = operand(transpose, 0)
-    if source.producer() is not mask.nonzero or axis % 2 != (1 if transpose is not None else 0):
+    if source.producer() is not mask.node or axis % 2 != (1 if transpose is not None else 0):
         return None
     return mask.rows[row] if row is not None and 0 <= row < len(mask.rows) else None
 
@@ -279,77 +280,29 @@ def _orient(value: ir.Value, columns: bool) -> tuple[ir.Value, bool]:
 
 
 def _project(value: ir.Value, columns: bool) -> _Projection:
-    value = follow(value)
-    bias: WeightSource | None = None
-    addition = produced_by(value, "Add", through_views=False)
-    if addition is not None and not columns:
-        for index in (0, 1):
-            bias = weight(operand(addition, index))
-            if bias is not None:
-                value = follow(operand(addition, 1 - index))
-                break
-    node = value.producer()
-    if node is None or node.op_type not in ("MatMul", "Gemm") or not is_standard(node):
-        raise NoMatch(node, f"expected the projection of an expert (MatMul or Gemm) at {value.name}")
-    if node.op_type == "Gemm":
-        return _gemm(node, bias, columns)
-    source = _weight(operand(node, 0 if columns else 1))
-    if source is None:
-        raise NoMatch(node, "the weights of an expert are computed by the graph or not stored as an initializer")
     if not columns:
-        source = WeightSource(source.value, not source.transpose, source.index)
-    x, columns = _orient(operand(node, 1 if columns else 0), columns)
-    return _Projection(x, source, bias, columns)
-
-
-def _gemm(node: ir.Node, bias: WeightSource | None, columns: bool) -> _Projection:
-    attributes = node.attributes
-    plain = attributes.get_float("alpha", 1.0) == 1.0 and attributes.get_float("beta", 1.0) == 1.0
-    source = _weight(operand(node, 1))
-    if columns or not plain or attributes.get_int("transA", 0) != 0 or source is None:
-        raise NoMatch(node, "Gemm is not a plain projection by stored weights")
-    if not attributes.get_int("transB", 0):
-        source = WeightSource(source.value, not source.transpose, source.index)
-    own = node.inputs[2] if len(node.inputs) > 2 else None
-    if own is not None and (bias is not None or (bias := weight(own)) is None):
-        raise NoMatch(node, "the bias of a projection is computed by the graph or added twice")
-    return _Projection(follow(operand(node, 0)), source, bias, False)
-
-
-def _weight(value: ir.Value) -> WeightSource | None:
-    """The stored weights behind `value`, also when they are one entry, picked by a constant, of a stacked tensor."""
-    direct = weight(value)
-    if direct is not None:
-        return direct
-    transpose = False
-    while (node := value.producer()) is not None and node.op_type in ("Transpose", "Squeeze", "Identity"):
-        if node.op_type == "Transpose":
-            if not swaps_last_two(node):
-                return None
-            transpose = not transpose
-        value = operand(node, 0)
-    if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
-        return None
-    stacked, index = weight(operand(node, 0)), integers(node.inputs[1])
-    if stacked is None or index is None or len(index) != 1 or index[0] < 0:
-        return None
-    return WeightSource(stacked.value, stacked.transpose != transpose, index[0])
+        right = projection(value, follow)
+        x, columns = _orient(right.x, False)
+        return _Projection(x, right.weight, right.bias, columns)
+    value = follow(value)
+    node = produced_by(value, "MatMul", through_views=False)
+    source = None if node is None else stored_weight(operand(node, 0))
+    if node is None or source is None:
+        raise NoMatch(
+            value.producer(), f"expected a MatMul of stored weights with the transposed tokens at {value.name}"
+        )
+    x, columns = _orient(operand(node, 1), True)
+    return _Projection(x, source, None, columns)
 
 
 def _tokens(value: ir.Value, columns: bool, mask: Mask) -> ir.Value:
     """x in x[token]: the rows that the expert reads."""
     gather = follow(value).producer()
-    if gather is not None and gather.op_type == "Transpose" and not columns:
-        gather = follow(operand(gather, 0)).producer()
-    if columns or gather is None or gather.op_type not in ("Gather", "GatherND"):
+    if columns or gather is None or gather.op_type not in ("Gather", "GatherND") or not is_standard(gather):
         raise NoMatch(gather, f"expert {mask.expert} does not read the tokens that chose it by Gather or GatherND")
     if _row(operand(gather, 1), mask) != "token":
         raise NoMatch(gather, f"expert {mask.expert} reads other rows than those of its tokens")
-    data = operand(gather, 0)
-    node = data.producer()
-    if gather.op_type == "GatherND" and node is not None and node.op_type == "Transpose":
-        data = operand(node, 0)
-    return data
+    return operand(gather, 0)
 
 
 def common_shape(name: str, branches: list[Branch]) -> tuple[int, ...]:

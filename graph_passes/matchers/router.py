@@ -2,7 +2,7 @@
 
 `recognise` reads, from the end to the beginning: scaling, normalisation, the k weights, the top-k, the group mask,
 the correction bias, the scores, the logits. A router that it cannot read in full stays in the graph, and the node
-gets ids and weights: an unknown router never hinders a fusion.
+gets ids and weights: an unknown router hinders a fusion only where its ids may be negative.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 import onnx_ir as ir
 
 from graph_passes.matchers.match import WeightSource
+from graph_passes.matchers.projection import projection
 from graph_passes.matchers.sparsemixer import recognise_sparsemixer
 from graph_passes.matchers.views import (
     NoMatch,
     dim,
     integers,
     is_last_axis,
+    is_standard,
     is_view,
     operand,
     other_operand,
@@ -31,6 +33,9 @@ from graph_passes.matchers.views import (
     weight,
     with_scalar,
 )
+
+_MOVES = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose", "Expand", "Tile"})
+"""Operators whose result holds nothing but elements of their first input."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +57,49 @@ def recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: i
 
     `mixing` and `ids` are the k weights and expert ids of each token, both `[..., k]` up to views, in the same
     order; `hidden_states` are the tokens, which decides whether the router's own projection can be drawn in; k is
-    `top_k`. Raises NoMatch when the router is not recognised and neither has an axis of that size.
+    `top_k`. Raises NoMatch when the router is not recognised and its ids may be negative, or no value has an axis of
+    that size.
     """
     try:
-        return _recognise(mixing, ids, hidden_states)
+        return _recognise(mixing, ids, hidden_states, top_k)
     except NoMatch as problem:
+        if not _are_ids(ids):
+            raise NoMatch(
+                strip(ids).producer(),
+                f"{ids.name} may hold negative expert ids: it is neither chosen by TopK or ArgMax nor looked up in a "
+                "constant of ids; HinaMoE does not count experts from the end",
+            ) from problem
         inputs = {"topk_ids": per_token(ids, top_k), "topk_weights": per_token(mixing, top_k)}
         return Router({"router_input": "topk_ids"}, inputs, note=problem.reason)
 
 
-def per_token(value: ir.Value, top_k: int) -> ir.Value:
-    """The value with a last axis of size `top_k` behind `value` and its views; NoMatch when there is none."""
+def per_token(value: ir.Value, size: int) -> ir.Value:
+    """The value with a last axis of `size` behind `value` and its views; NoMatch when there is none."""
     candidate: ir.Value | None = value
     while candidate is not None:
-        if dim(candidate, -1) == top_k and (rank(candidate) or 0) > 1:
+        if dim(candidate, -1) == size and (rank(candidate) or 0) > 1:
             return candidate
         node = candidate.producer()
         candidate = operand(node, 0) if node is not None and is_view(node) else None
-    raise NoMatch(value.producer(), f"{value.name} has no last axis of {top_k} experts per token")
+    raise NoMatch(value.producer(), f"{value.name} has no last axis of {size}")
 
 
-def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value) -> Router:
+def _are_ids(value: ir.Value) -> bool:
+    """Whether no element of `value` can be negative: indices of TopK or ArgMax, and constants looked up by such."""
+    value = strip(value)
+    if (numbers := integers(value)) is not None:
+        return min(numbers, default=0) >= 0
+    node = value.producer()
+    if node is None or not is_standard(node):
+        return False
+    if node.op_type == "TopK":
+        return value is node.outputs[1]
+    if node.op_type == "Concat":
+        return all(_are_ids(v) for v in node.inputs if v is not None)
+    return node.op_type == "ArgMax" or (node.op_type in _MOVES and _are_ids(operand(node, 0)))
+
+
+def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: int) -> Router:
     fields: dict[str, Any] = {}
     constants: dict[str, WeightSource] = {}
     mixing, factor = _scaling(mixing)
@@ -83,10 +110,19 @@ def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value) -> Rout
     sparsemixer = recognise_sparsemixer(mixing, ids)
     if sparsemixer is not None:
         logits, jitter = sparsemixer
+        width = dim(logits, -1)
         fields |= {"score_func": "sparsemixer", "sparsemixer_jitter_eps": jitter}
     else:
-        logits = _top_k_router(mixing, ids, fields, constants)
-    return _with_logits(logits, hidden_states, fields, constants)
+        chosen = _top_k_of(ids)
+        width = dim(operand(chosen, 0), -1)
+        logits = _top_k_router(mixing, ids, chosen, top_k, fields, constants)
+    if width is None:
+        raise NoMatch(logits.producer(), f"the graph does not say how many experts {logits.name} scores")
+    if any(source.shape != (width,) for source in constants.values()):
+        raise NoMatch(
+            logits.producer(), f"the bias of the expert selection does not hold one number for each of {width}"
+        )
+    return _with_logits(logits, width, hidden_states, fields, constants)
 
 
 def _scaling(mixing: ir.Value) -> tuple[ir.Value, float]:
@@ -111,6 +147,8 @@ def _normalisation(mixing: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
     fields: dict[str, Any] = {"norm_topk_prob": True}
     if (floored := _floor(norm)) is not None:
         norm, fields["norm_floor"] = floored
+        if floored[1] < 0.0:
+            raise NoMatch(norm.producer(), f"the floor of the norm of the mixing weights is negative: {floored[1]:g}")
     if (added := with_scalar(norm, "Add")) is not None:
         norm, fields["norm_eps"] = added
     total = produced_by(norm, "ReduceSum", "ReduceL1", "ReduceL2")
@@ -132,13 +170,17 @@ def _floor(value: ir.Value) -> tuple[ir.Value, float] | None:
 
 
 def _top_k_router(
-    mixing: ir.Value, ids: ir.Value, fields: dict[str, Any], constants: dict[str, WeightSource]
+    mixing: ir.Value,
+    ids: ir.Value,
+    top_k: ir.Node,
+    k: int,
+    fields: dict[str, Any],
+    constants: dict[str, WeightSource],
 ) -> ir.Value:
-    """Read a router built on TopK into `fields` and `constants`; return its logits."""
+    """Read a router built on the node `top_k` into `fields` and `constants`; return its logits."""
     over_k = None
-    if (function := _over_last_axis(mixing)) is not None:
+    if (function := _over_last_axis(mixing, k)) is not None:
         over_k, mixing = function.op_type.lower() + "_topk", strip(operand(function, 0))
-    top_k = _top_k_of(ids)
     if mixing is top_k.outputs[0]:
         source = None
     elif (gather := produced_by(mixing, "GatherElements")) is not None:
@@ -159,7 +201,7 @@ def _top_k_router(
         _selection_bias(unmasked, scores, constants)
     if source is None and scores is not selection:
         fields["mixing_source"] = "selection"
-    function = _over_last_axis(scores)
+    function = _over_last_axis(scores, dim(operand(top_k, 0), -1))
     if function is None:
         raise NoMatch(scores.producer(), "the scores are neither Softmax nor Sigmoid of the logits over the experts")
     fields["score_func"] = function.op_type.lower()
@@ -180,11 +222,13 @@ def _on_last_axis(node: ir.Node, index: int) -> bool:
     return is_last_axis(node.attributes.get_int("axis", default), operand(node, index))
 
 
-def _over_last_axis(value: ir.Value) -> ir.Node | None:
-    """The Softmax over the last axis, or the Sigmoid, that computes `value`."""
+def _over_last_axis(value: ir.Value, size: int | None) -> ir.Node | None:
+    """The Softmax over a last axis of `size`, or the Sigmoid, that computes `value`."""
     node = produced_by(value, "Softmax", "Sigmoid")
-    if node is not None and node.op_type == "Softmax" and not _on_last_axis(node, 0):
-        raise NoMatch(node, "Softmax does not run over the last axis")
+    if node is None or node.op_type == "Sigmoid":
+        return node
+    if not _on_last_axis(node, 0) or size is None or dim(operand(node, 0), -1) != size:
+        raise NoMatch(node, f"Softmax does not run over the last axis, or not over all {size} experts")
     return node
 
 
@@ -280,17 +324,18 @@ def _group_scores(value: ir.Value) -> tuple[str, ir.Value]:
 
 
 def _with_logits(
-    logits: ir.Value, hidden_states: ir.Value, fields: dict[str, Any], constants: dict[str, WeightSource]
+    logits: ir.Value,
+    width: int,
+    hidden_states: ir.Value,
+    fields: dict[str, Any],
+    constants: dict[str, WeightSource],
 ) -> Router:
     """Draw the projection of the router in when it reads `hidden_states`, else hand the logits over."""
-    projection = router_projection(logits, hidden_states)
-    if projection is not None:
-        width = projection["router_weight"].shape[0]
-        return Router({**fields, "router_input": "router_weight"}, {}, {**constants, **projection}, width)
-    width_of_logits = dim(logits, -1)
-    if width_of_logits is None:
-        raise NoMatch(logits.producer(), f"the graph does not say how many experts {logits.name} scores")
-    return Router({**fields, "router_input": "router_logits"}, {"router_logits": logits}, constants, width_of_logits)
+    drawn_in = router_projection(logits, hidden_states)
+    if drawn_in is not None and drawn_in["router_weight"].shape[0] == width:
+        return Router({**fields, "router_input": "router_weight"}, {}, {**constants, **drawn_in}, width)
+    inputs = {"router_logits": per_token(logits, width)}
+    return Router({**fields, "router_input": "router_logits"}, inputs, constants, width)
 
 
 def router_projection(logits: ir.Value, hidden_states: ir.Value) -> dict[str, WeightSource] | None:
@@ -298,31 +343,14 @@ def router_projection(logits: ir.Value, hidden_states: ir.Value) -> dict[str, We
 
     Gives router_weight `[E, H]` and, if there is one, router_bias `[E]`.
     """
-    biases: list[ir.Value] = []
-    if (addition := produced_by(logits, "Add")) is not None:
-        index = 0 if weight(operand(addition, 0)) is not None else 1
-        biases.append(operand(addition, index))
-        logits = operand(addition, 1 - index)
-    node = produced_by(logits, "MatMul", "Gemm")
-    if node is None or strip(operand(node, 0)) is not strip(hidden_states):
+    try:
+        found = projection(logits)
+    except NoMatch:
         return None
-    rows_are_experts = False
-    if node.op_type == "Gemm":
-        if node.attributes.get_float("alpha", 1.0) != 1.0 or node.attributes.get_float("beta", 1.0) != 1.0:
-            return None
-        if node.attributes.get_int("transA", 0) != 0:
-            return None
-        rows_are_experts = node.attributes.get_int("transB", 0) != 0
-        biases += [v for v in node.inputs[2:] if v is not None]
-    source = weight(operand(node, 1))
-    if source is None or len(source.shape) != 2:
+    if strip(found.x) is not strip(hidden_states) or len(found.weight.shape) != 2:
         return None
-    if not rows_are_experts:
-        source = WeightSource(source.value, not source.transpose)
-    found = {"router_weight": source}
-    for value in biases:
-        bias = weight(value)
-        if bias is None or bias.shape != source.shape[:1] or "router_bias" in found:
-            return None
-        found["router_bias"] = bias
-    return found
+    if found.bias is None:
+        return {"router_weight": found.weight}
+    if found.bias.shape != found.weight.shape[:1]:
+        return None
+    return {"router_weight": found.weight, "router_bias": found.bias}

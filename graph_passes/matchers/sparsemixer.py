@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graph_passes.matchers.views import (
     NoMatch,
+    dim,
     is_last_axis,
     operand,
     other_operand,
@@ -43,8 +44,10 @@ def recognise_sparsemixer(mixing: ir.Value, ids: ir.Value) -> tuple[ir.Value, fl
         or not is_last_axis(scatter.attributes.get_int("axis", 0), operand(scatter, 1))
     ):
         raise NoMatch(without_first.producer(), "the second round does not exclude the first expert")
-    if threshold != second_threshold:
-        raise NoMatch(weights, f"the two rounds have other thresholds: {threshold:g} and {second_threshold:g}")
+    if threshold != second_threshold or threshold < 0.0:
+        raise NoMatch(
+            weights, f"the thresholds of the rounds, {threshold:g} and {second_threshold:g}, are not one jitter"
+        )
     return logits, threshold / 2.0
 
 
@@ -57,7 +60,10 @@ def _arg_max_of(ids: ir.Value) -> ir.Value:
         or node.attributes.get_int("select_last_index", 0) != 0
     ):
         raise NoMatch(ids.producer(), "the expert of a round is not the ArgMax of its logits")
-    return strip(operand(node, 0))
+    logits = strip(operand(node, 0))
+    if dim(logits, -1) != dim(operand(node, 0), -1):
+        raise NoMatch(node, "ArgMax runs over a part of the experts")
+    return logits
 
 
 def _round(weight: ir.Value, chosen: ir.Value, left: ir.Value, logits: ir.Value) -> tuple[ir.Value, float]:

@@ -9,13 +9,17 @@ branches are exactly the experts 0..E-1, E being the width of the router.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
 from graph_passes.matchers import router
-from graph_passes.matchers.loop_branch import Branch, Mask, common_shape, find_mask, follow, parse
+from graph_passes.matchers.ends import check_routing, ends, zeros_like
+from graph_passes.matchers.loop_branch import Branch, Mask, common_shape, find_mask, parse
 from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.matchers.views import NoMatch, dim, is_standard, operand, produced_by, rank, scalar, strip
+from graph_passes.matchers.places import block_name, judge
+from graph_passes.matchers.views import NoMatch, dim, follow, is_standard, operand, produced_by, scalar, strip
 from graph_passes.moe_spec import MoeSpec
 
 FAMILY = "unrolled_loop"
@@ -23,40 +27,23 @@ FAMILY = "unrolled_loop"
 
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every unrolled loop over experts in `graph` (normalised, types and shapes inferred)."""
-    groups: dict[ir.Value, list[Mask]] = {}
+    return [judge(masks[0].node, partial(_match, ids, masks)) for ids, masks in find_places(graph).items()]
+
+
+def find_places(graph: ir.Graph) -> dict[ir.Value, list[Mask]]:
+    """The masks of experts in `graph`, by the ids that they compare."""
+    places: dict[ir.Value, list[Mask]] = {}
     for node in graph:
-        if node.op_type == "NonZero" and is_standard(node):
-            try:
-                mask = find_mask(node)
-            except NoMatch:
-                continue
-            if mask is not None:
-                groups.setdefault(mask.ids, []).append(mask)
-    return [_match_group(ids, masks) for ids, masks in groups.items()]
+        if node.op_type == "NonZero" and is_standard(node) and (mask := find_mask(node)) is not None:
+            places.setdefault(mask.ids, []).append(mask)
+    return places
 
 
-def _match_group(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch | Miss:
-    name = block_name(masks[0].nonzero)
-    try:
-        return _match(name, ids, masks)
-    except NoMatch as problem:
-        node = problem.node or masks[0].nonzero
-        return Miss(node.name or node.outputs[0].name or name, problem.reason)
-    except ValueError as problem:
-        return Miss(masks[0].nonzero.name or name, str(problem))
-
-
-def block_name(node: ir.Node) -> str:
-    """The module that `node` was exported from, as `model.layers.0.mlp`; the node's own name when it has no path."""
-    name = node.name or node.outputs[0].name or node.op_type
-    return name.rpartition("/")[0].strip("/").replace("/", ".") or name
-
-
-def _match(name: str, ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
+def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
     for mask in masks:
         if mask.expert is None:
             raise NoMatch(
-                mask.nonzero,
+                mask.node,
                 "the expert id is computed while the graph runs, but the weights are fixed: this export holds only the "
                 "experts of the input it was traced with; export with an exporter that unrolls all experts",
             )
@@ -66,14 +53,15 @@ def _match(name: str, ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
         _check_ids(experts, width, ids)
     branches = sorted((parse(mask) for mask in masks), key=lambda branch: branch.expert)
     _check_alike(branches)
-    top = _sum_of(branches)
+    total = _sum_of(branches)
     top_k = dim(ids, -1)
     if top_k is None:
         raise NoMatch(ids.producer(), f"the graph does not say how many experts per token {ids.name} holds")
     weights = {field: tuple(branch.weights[field] for branch in branches) for field in branches[0].weights}
     shapes = {field: common_shape(field, branches) for field in weights}
     hidden_size, intermediate_size = shapes["down_proj"]
-    hidden_states, output = _ends(branches[0].tokens, top, hidden_size)
+    tokens = branches[0].tokens
+    hidden_states, output = ends(tokens, total.value, hidden_size, total.has_rows_of(tokens, hidden_size))
     read = router.recognise(branches[0].mixing, ids, hidden_states, top_k)
     if width is None:
         # Ids that are no TopK are distinct, and their number is known, only if the whole router is.
@@ -81,6 +69,7 @@ def _match(name: str, ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
             raise NoMatch(ids.producer(), f"the graph does not say from how many experts {ids.name} is chosen")
         width = read.num_experts
         _check_ids(experts, width, ids)
+    check_routing(read, tokens, width, hidden_size)
     spec = MoeSpec(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -94,6 +83,7 @@ def _match(name: str, ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
     for field, shape in shapes.items():
         if shape != spec.field_shape(field):
             raise NoMatch(branches[0].scatter, f"{field} is {list(shape)}, expected {list(spec.field_shape(field))}")
+    name = block_name(masks[0].node, read.constants.get("router_weight"))
     return MoeMatch(name, FAMILY, spec, hidden_states, output, read.inputs, read.constants, weights)
 
 
@@ -136,7 +126,21 @@ def _check_alike(branches: Sequence[Branch]) -> None:
             raise NoMatch(branch.scatter, f"expert {branch.expert} has other weights than expert {first.expert}")
 
 
-def _sum_of(branches: Sequence[Branch]) -> ir.Value:
+@dataclass(frozen=True)
+class _Sum:
+    """The sum of all branches, its `parts`, and the `zeros` that it begins with and that experts scatter into."""
+
+    value: ir.Value
+    parts: Sequence[ir.Value]
+    zeros: Sequence[ir.Value]
+
+    def has_rows_of(self, tokens: ir.Value, hidden_size: int) -> bool:
+        """Whether all zeros have the shape of `tokens`, or of another value of the sum, which has it by induction."""
+        known = {strip(value) for value in (tokens, *self.parts, *self.zeros)}
+        return all(zeros_like(value, known, hidden_size) for value in self.zeros)
+
+
+def _sum_of(branches: Sequence[Branch]) -> _Sum:
     """The value that is exactly the sum of all branches, each once."""
     by_scatter = {branch.scatter.outputs[0]: branch for branch in branches}
     accumulators = {branch.accumulator: None for branch in branches}
@@ -145,46 +149,27 @@ def _sum_of(branches: Sequence[Branch]) -> ir.Value:
     if len(tops) != 1:
         raise NoMatch(branches[0].accumulator, f"the experts' outputs go into {len(tops)} sums, expected one")
     left = dict(by_scatter)
+    parts: dict[ir.Value, None] = {}
+    zeros = [operand(branch.scatter, 0) for branch in branches if not branch.adds]
     pending = [tops[0]]
     while pending:
         value = follow(pending.pop())
         node = value.producer()
         if value in by_scatter:
+            parts[value] = None
             branch = left.pop(value, None)
             if branch is None:
                 raise NoMatch(node, "an expert's output is added twice")
             if branch.adds:
                 pending.append(operand(branch.scatter, 0))
         elif node is not None and node.op_type == "Add" and is_standard(node):
+            parts[value] = None
             pending.extend((operand(node, 0), operand(node, 1)))
         elif scalar(value) != 0.0:
             raise NoMatch(node or tops[0].producer(), f"{value.name} is added to the experts' outputs inside the loop")
+        else:
+            zeros.append(value)
     if left:
         experts = ", ".join(str(branch.expert) for branch in left.values())
         raise NoMatch(tops[0].producer(), f"the outputs of experts {experts} do not reach the sum")
-    return tops[0]
-
-
-def _ends(tokens: ir.Value, top: ir.Value, hidden_size: int) -> tuple[ir.Value, ir.Value]:
-    """hidden_states and output of the block, of one rank: in front of and behind the flattening of tokens, if any."""
-    while (node := produced_by(tokens, "Unsqueeze", "Squeeze", "Identity", through_views=False)) is not None:
-        tokens = operand(node, 0)
-    starts = [tokens]
-    while (node := produced_by(starts[-1], "Reshape", "Flatten", through_views=False)) is not None:
-        before = operand(node, 0)
-        if dim(before, -1) not in (None, hidden_size):
-            break
-        starts.append(before)
-    ends = [top]
-    while not ends[-1].is_graph_output():
-        readers = [node for node in ends[-1].consumers() if node.op_type != "Shape"]
-        if len(readers) != 1 or readers[0].op_type not in ("Cast", "Reshape", "Identity"):
-            break
-        after = readers[0].outputs[0]
-        if readers[0].inputs[0] is not ends[-1] or dim(after, -1) not in (None, hidden_size):
-            break
-        ends.append(after)
-    pairs = [(s, e) for s in starts for e in ends if rank(s) == rank(e) and s.dtype == e.dtype]
-    if not pairs:
-        raise NoMatch(top.producer(), f"{top.name} has another rank or type than the tokens {tokens.name}")
-    return max(pairs, key=lambda pair: rank(pair[0]) or 0)
+    return _Sum(tops[0], list(parts), zeros)

@@ -1,7 +1,8 @@
 """Looking through a graph: constants by value, producers behind views, projections to named axes.
 
 A view is a node that leaves every element's value and the row-major order of the elements as they are: Reshape,
-Flatten, Unsqueeze, Squeeze, Identity and a Cast between float types or between integer types.
+Flatten, Unsqueeze, Squeeze, Identity, a Transpose that leaves the axes in order, and a Cast between float types or
+between integer types.
 """
 
 from __future__ import annotations
@@ -40,12 +41,36 @@ def strip(value: ir.Value) -> ir.Value:
     return value
 
 
+def follow(value: ir.Value, *more: str) -> ir.Value:
+    """The value behind all views and nodes of the types `more`; NoMatch at one that fixes the number of tokens."""
+    while (node := value.producer()) is not None and (is_view(node) or (node.op_type in more and is_standard(node))):
+        refuse_fixed_tokens(node)
+        value = operand(node, 0)
+    return value
+
+
+def refuse_fixed_tokens(node: ir.Node | None) -> None:
+    """NoMatch when `node`, which token rows go through, gives them a constant shape."""
+    if node is None or node.op_type not in ("Reshape", "Expand") or len(node.inputs) < 2:
+        return
+    target = integers(node.inputs[1])
+    if target and all(size > 0 for size in target) and (node.op_type == "Reshape" or max(target[:-1] or target) > 1):
+        raise NoMatch(
+            node,
+            f"{node.op_type} fixes the shape {list(target)}: the export is valid only for the number of tokens that it "
+            "was traced with; export it again with dynamic axes and an exporter that keeps them",
+        )
+
+
 def is_view(node: ir.Node) -> bool:
     """Whether the node is a view as the module docstring defines it."""
     if not is_standard(node) or not node.inputs or node.inputs[0] is None:
         return False
     if node.op_type == "Cast":
         return _same_kind(node.inputs[0].dtype, node.outputs[0].dtype or _cast_target(node))
+    if node.op_type == "Transpose":
+        perm = node.attributes.get_ints("perm", None)
+        return perm is not None and list(perm) == list(range(len(perm)))
     return node.op_type in RESHAPES
 
 
@@ -217,8 +242,8 @@ def only_consumer(value: ir.Value) -> ir.Node:
 
 
 def reshape_chain(value: ir.Value) -> Iterator[ir.Value]:
-    """`value`, then the values before each Reshape-like node in front of it."""
+    """`value`, then the values before each view but Cast in front of it."""
     yield value
-    while (node := value.producer()) is not None and node.op_type in RESHAPES and is_standard(node):
+    while (node := value.producer()) is not None and is_view(node) and node.op_type != "Cast":
         value = operand(node, 0)
         yield value

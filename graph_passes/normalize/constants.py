@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -10,10 +12,14 @@ from onnx.reference import ReferenceEvaluator
 LIMIT = 1 << 16
 """Bytes; nothing larger is read or made."""
 
-# Operators whose result is no larger than their inputs together, and the same in every implementation: moves of data
-# of any type, and arithmetic, which is folded for integers only.
+# Operators whose result is the same in every implementation: moves of data of any type, and arithmetic, which is folded
+# for integers only.
 _MOVES = frozenset({"Concat", "Flatten", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Where"})
 _ARITHMETIC = frozenset({"Add", "Cast", "Div", "Equal", "Mul", "Neg", "Not", "Shape", "Sub"})
+
+
+_BROADCASTING = frozenset({"Add", "Div", "Equal", "Mul", "Sub", "Where"})
+_DTYPES = frozenset({ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
 
 
 class FoldSmallConstants(ir.passes.InPlacePass):
@@ -32,7 +38,7 @@ class FoldSmallConstants(ir.passes.InPlacePass):
             if len(node.outputs) != 1 or result.is_graph_output() or result.name is None:
                 continue
             inputs = _constant_inputs(node)
-            if inputs is None:
+            if inputs is None or not _is_small(node, [a for a in inputs if a is not None]):
                 continue
             array = _evaluate(node, inputs, model.opset_imports.get("", 18))
             folded = ir.Value(
@@ -51,6 +57,8 @@ class FoldSmallConstants(ir.passes.InPlacePass):
 def _constant_inputs(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | None:
     if node.op_type == "Shape":
         return _static_shape(node)
+    if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) not in _DTYPES:
+        return None
     arrays: list[npt.NDArray[np.generic] | None] = []
     for value in node.inputs:
         if value is None:
@@ -61,10 +69,29 @@ def _constant_inputs(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | No
             return None
         if tensor.dtype.is_floating_point() and node.op_type not in _MOVES:
             return None
-        if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+        if tensor.dtype not in _DTYPES:
             return None
         arrays.append(tensor.numpy())
     return arrays if arrays else None
+
+
+def _is_small(node: ir.Node, inputs: list[npt.NDArray[np.generic]]) -> bool:
+    """Whether the result, of at most 8 bytes an element where the type changes, is within LIMIT; False if invalid."""
+    size = max(a.itemsize for a in inputs)
+    shapes = [a.shape for a in inputs]
+    if node.op_type == "Shape":
+        return True
+    if node.op_type in _BROADCASTING:
+        try:
+            elements = math.prod(np.broadcast_shapes(*shapes))
+        except ValueError:
+            return False
+    elif node.op_type == "Gather":
+        axis = node.attributes.get_int("axis", 0)
+        elements = inputs[1].size * math.prod((*shapes[0][:axis], *shapes[0][axis:][1:]))
+    else:
+        elements = sum(a.size for a in inputs)
+    return elements * (8 if node.op_type == "Cast" else size) <= LIMIT
 
 
 def _static_shape(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | None:

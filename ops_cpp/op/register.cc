@@ -22,7 +22,7 @@ bool can_infer_shapes(const char* version) {
 }
 
 // The domain of one ONNX Runtime. A process may hold several (a Python wheel and a native component, say), each with
-// its own table of functions. Session options use a domain without saying for how long: it stays for the life of the
+// its own table of functions. Session options use a domain without saying for how long: it lives as long as the
 // process.
 OrtCustomOpDomain* domain(const OrtApi& api, const char* version) {
   static std::mutex mutex;

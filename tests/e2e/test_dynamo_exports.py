@@ -7,11 +7,12 @@ import onnx_ir as ir
 import pytest
 
 import hina_ort
+from graph_passes.accuracy import float16_bound, relative_l2
 from graph_passes.op_schema import DOMAIN, OP_TYPE
 from graph_passes.pipeline import fuse_model
 from models.blocks import BLOCKS, HIDDEN, expected_spec
 from tests.exports import dynamo_block
-from tests.graphs import compare, find, only_match, relative_l2, run_original
+from tests.graphs import compare, find, only_match, run_original
 
 pytestmark = pytest.mark.dynamo
 
@@ -47,7 +48,7 @@ def test_normalising_changes_no_result(architecture: str) -> None:
     find(model)
     for count in TOKEN_COUNTS:
         (before,), (after,) = run_original(path, tokens(count)), run_original(model, tokens(count))
-        assert relative_l2(after, before) <= 1e-7
+        assert relative_l2(before, after) <= 1e-7
 
 
 @every_architecture
@@ -61,7 +62,7 @@ def test_the_fused_model_computes_what_the_export_computes(architecture: str) ->
     for count in TOKEN_COUNTS:
         (before,) = run_original(path, tokens(count))
         (after,) = run_original(model, tokens(count), options=hina_ort.session_options())
-        assert relative_l2(after, before) <= 1e-5, f"{count} tokens"
+        assert relative_l2(before, after) <= 1e-5, f"{count} tokens"
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "gpt_oss", "phimoe", "qwen3_moe"])
@@ -69,7 +70,7 @@ def test_float16_blocks_are_matched(architecture: str) -> None:
     model = ir.load(dynamo_block(architecture, "float16"))
     match = only_match(model)
     assert match.hidden_states.dtype == match.output.dtype == ir.DataType.FLOAT16
-    assert compare(model, match, tokens(33).astype(np.float16)) <= 5e-3
+    assert compare(model, match, tokens(33).astype(np.float16)) <= float16_bound(match.spec.top_k)
 
 
 def test_weights_are_read_where_they_lie_unless_they_are_stored_transposed() -> None:

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graph_passes.matchers import MoeMatch
+from graph_passes.matchers import MoeMatch, subgraph_misses
 from tests.graphs import compare, find, only_match, only_miss, parse
 
 # 2I is H and E is k * 2 on purpose: no shape tells the layout.
@@ -29,6 +29,13 @@ CONSTANTS: dict[str, np.ndarray] = {
     "gate": random(E, I, H),
     "up": random(E, I, H),
     "down": random(E, H, I),
+    "down_b_of_1": random(E, 1),
+    "gate_up_b_of_5": random(5, 2 * I),
+    "twelve_rows": np.array([12, H]),
+    "six_tokens": np.array([6, K, H]),
+    "experts": np.array(E),
+    "from_the_end": np.array([-1, -2, -3, -4]),
+    "other_order": np.array([2, 0, 3, 1]),
     "gate_up_kn": random(E, H, 2 * I),
     "down_kn": random(E, I, H),
     "gate_up_b": random(E, 2 * I),
@@ -175,6 +182,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"router": ROUTER.replace("Softmax(l)", "Tanh(l)")},
         {"router_input": "topk_ids"},
     ),
+    "ids looked up in a constant": (
+        {"router": ROUTER.replace("ids = Reshape(t,", "tn = Gather(other_order, t) ids = Reshape(tn,")},
+        {"router_input": "topk_ids"},
+    ),
     "one expert per token": (
         {
             "router": ROUTER.replace("TopK(s, k)", "TopK(s, i1)"),
@@ -287,9 +298,41 @@ MISSES: dict[str, tuple[dict[str, Any], str]] = {
         {"activation": f"{STEP2} {OAI}".replace("minus_limit", "low")},
         "limited",
     ),
+    "limits that cross": (
+        {
+            "activation": f"{STEP2} {OAI}".replace(
+                "uc = Clip(u, minus_limit, limit)", "uc = Clip(u, limit, minus_limit)"
+            ).replace("gc = Clip(g, , limit)", "gc = Clip(g, , minus_limit)")
+        },
+        "limited",
+    ),
     "both halves are the same": ({"activation": f"{SPLIT} sg = Sigmoid(g) a = Mul(g, sg) h = Mul(a, g)"}, "halves"),
     "the halves are unequal": ({"activation": f"g, u = Split<axis = 1>(p, unequal) {SILU} {GATED}"}, "equal halves"),
     "only a half is used": ({"activation": f"{SPLIT} h = Relu(u)"}, "part"),
+    "a bias of one number per expert": (
+        {"down": BIASED_DOWN.replace("down_b", "down_b_of_1")},
+        f"down_proj_bias (down_b_of_1) is [{E}, 1], expected [{E}, {H}]",
+    ),
+    "a bias of more experts": (
+        {"gate_up": BIASED_GATE_UP.replace("gate_up_b", "gate_up_b_of_5")},
+        f"gate_up_proj_bias (gate_up_b_of_5) is [5, {2 * I}], expected [{E}, {2 * I}]",
+    ),
+    "a repeated token count that is fixed": (
+        {"repeat": REPEAT.replace("by_h", "twelve_rows")},
+        f"Reshape fixes the shape [12, {H}]",
+    ),
+    "a token count that is fixed before the sum": (
+        {"combine": COMBINE.replace("by_k", "six_tokens")},
+        f"Reshape fixes the shape [6, {K}, {H}]",
+    ),
+    "ids that count from the end": (
+        {"router": ROUTER.replace("ids = Reshape(t,", "tn = Sub(t, experts) ids = Reshape(tn,")},
+        "may hold negative expert ids",
+    ),
+    "ids looked up in a constant of negative ones": (
+        {"router": ROUTER.replace("ids = Reshape(t,", "tn = Gather(from_the_end, t) ids = Reshape(tn,")},
+        "may hold negative expert ids",
+    ),
     "scaled": ({"activation": f"{SPLIT} {SILU} a2 = Mul(a, two) h = Mul(a2, u)"}, "scaled by 2"),
 }
 
@@ -318,3 +361,41 @@ def test_two_blocks_are_two_matches() -> None:
     for result in results:
         assert isinstance(result, MoeMatch)
         assert compare(model, result, x) < 1e-5
+
+
+def one_token_each(after: str, shape: str) -> ir.Model:
+    """The block on hidden states [T, 1, H] that are repeated as they are, with the nodes `after` it."""
+    x = "x3 = Neg(x0) x = Squeeze(x3, axis1)"
+    repeat = "xk = Expand(x3, repeats) r = Reshape(xk, by_h)"
+    nodes = " ".join(
+        (x, ROUTER, repeat, nk("p", "r", "gate_up"), f"{SPLIT} {SILU} {GATED}", nk("o", "h", "down"), COMBINE, after)
+    )
+    return parse(f"(float[T, 1, {H}] x0) => ({shape}) {{ {nodes} }}", CONSTANTS)
+
+
+def test_tokens_may_be_repeated_along_an_axis_that_they_have() -> None:
+    model = one_token_each("z = Unsqueeze(y, axis1)", f"float[T, 1, {H}] z")
+    match = only_match(model)
+    assert (match.hidden_states.name, match.output.name) == ("x3", "z")
+    assert compare(model, match, np.random.default_rng(5).standard_normal((23, 1, H)).astype(np.float32)) < 1e-5
+
+
+def test_tokens_that_keep_an_axis_which_the_output_lacks_are_a_miss() -> None:
+    assert "has the shape and type of the tokens x3" in only_miss(one_token_each("", f"float[T, {H}] y")).reason
+
+
+def test_a_block_in_a_subgraph_is_named() -> None:
+    inner = ir.to_proto(block()).graph
+    del inner.input[:]
+    other = onnx.helper.make_graph(
+        [onnx.helper.make_node("Neg", ["x"], ["z"])], "other", [], [onnx.helper.make_tensor_value_info("z", 1, None)]
+    )
+    choice = onnx.helper.make_node("If", ["c"], ["out"], name="choice", then_branch=other, else_branch=inner)
+    inputs = [onnx.helper.make_tensor_value_info("x", 1, ["T", H]), onnx.helper.make_tensor_value_info("c", 9, [])]
+    outputs = [onnx.helper.make_tensor_value_info("out", 1, ["T", H])]
+    graph = onnx.helper.make_graph([choice], "outer", inputs, outputs)
+    opset = [onnx.helper.make_opsetid("", 20)]
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9))
+    assert find(model) == []
+    (miss,) = subgraph_misses(model)
+    assert miss.name.startswith("MatMul") and "else_branch of If choice" in miss.reason

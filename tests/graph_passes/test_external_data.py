@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -318,3 +320,35 @@ def test_tensors_below_the_limit_move_into_the_model(tmp_path: Path) -> None:
     save(model, tmp_path / "out" / "m.onnx")
     assert set(external(tmp_path / "out" / "m.onnx")) == {"big"}
     np.testing.assert_array_equal(run(tmp_path / "out" / "m.onnx"), np.ones((3, 64), np.float32) @ BIG)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_save_leaves_no_new_folder(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail(*_: int) -> None:
+        raise error
+
+    (tmp_path / "there").mkdir()
+    with pytest.raises(error):
+        save(ir.from_proto(proto()), tmp_path / "there" / "new" / "deep" / "model.onnx", fail)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+def test_an_interrupt_cannot_part_a_model_from_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model.onnx"
+    save(ir.from_proto(proto()), target)
+    model = ir.from_proto(proto())
+    shift = ir.Value(name="shift", const_value=ir.Tensor(BIG + 1, name="shift"))
+    model.graph.register_initializer(shift)
+    move = os.replace
+
+    def interrupted(old: Path, new: Path) -> None:
+        move(old, new)
+        if Path(new).parent == tmp_path:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with suppress(KeyboardInterrupt):
+        save(model, target)
+    assert set(external(target)) == {"big", "shift"}
+    np.testing.assert_array_equal(load(target).graph.initializers["shift"].const_value.numpy(), BIG + 1)
+    assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.fuse_moe import fuse
+from graph_passes.fuse_moe import check, fuse
 from graph_passes.matchers import MoeMatch, WeightSource
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.op_schema import INPUTS
@@ -149,3 +150,76 @@ def test_a_spec_that_contradicts_the_weights_leaves_the_model_alone(change: dict
     with pytest.raises(ValueError, match=r"router_weight|gate_proj"):
         fuse(model, replace(match, spec=spec))
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def bytes_at_peak(value: ir.Value) -> int:
+    """Bytes allocated at once while the tensor of `value` is computed."""
+    tracemalloc.start()
+    array(value)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def test_a_transposed_tensor_is_copied_once() -> None:
+    _, match, node = fused(Loop(hidden=256, inter=6, width=256, top_k=2))
+    source = match.constants["router_weight"]
+    assert source.transpose
+    source.value.const_value = ir.Tensor(source.stored.numpy())
+    size = 4 * 256 * 256
+    assert size < bytes_at_peak(node.inputs[1]) < 1.5 * size
+
+
+def double(match: MoeMatch, name: str) -> WeightSource:
+    tensor = match.weights[name][0].stored.numpy().astype(np.float64)
+    return WeightSource(ir.Value(name="wide", const_value=ir.tensor(tensor, name="wide")), transpose=True)
+
+
+@pytest.mark.parametrize("what", ["hidden_states", "a weight", "every weight", "a constant", "ids"])
+def test_types_the_op_does_not_know_are_refused(what: str) -> None:
+    model = model_of(Loop())
+    match = only_match(model)
+    check(match)
+    gates = match.weights["gate_proj"]
+    changes: dict[str, dict[str, object]] = {
+        "hidden_states": {"hidden_states": ir.Value(name="x64", type=ir.TensorType(ir.DataType.DOUBLE))},
+        "a weight": {"weights": {**match.weights, "gate_proj": (*gates[:-1], double(match, "gate_proj"))}},
+        "every weight": {"weights": {**match.weights, "gate_proj": (double(match, "gate_proj"),) * 4}},
+        "a constant": {"constants": {"router_weight": double(match, "gate_proj")}},
+        "ids": {"inputs": {"topk_ids": ir.Value(name="bits", type=ir.TensorType(ir.DataType.UINT8))}},
+    }
+    with pytest.raises(
+        ValueError, match=r"\((x64|wide|bits)\) has type (float64|uint8), HinaMoE takes (float32|int64), "
+    ):
+        check(replace(match, **changes[what]))
+
+
+def test_experts_may_differ_in_type_unless_they_are_stacked() -> None:
+    for weights, scatter_add in (("gemm", True), ("right", False)):
+        model = model_of(Loop(weights=weights, scatter_add=scatter_add))
+        match = only_match(model)
+        half = match.weights["up_proj"][1].value
+        assert half.const_value is not None
+        half.const_value = ir.tensor(half.const_value.numpy().astype(np.float16), name=half.name)
+        if weights == "gemm":
+            types = [value.const_value.dtype for value in weights_of(fuse(model, match)) if value.const_value]
+            assert types.count(ir.DataType.FLOAT16) == 1
+        else:
+            with pytest.raises(ValueError, match="the experts' up_proj have types FLOAT and FLOAT16"):
+                check(match)
+
+
+def test_sizes_are_checked_before_anything_else() -> None:
+    match = only_match(model_of(Loop(bias=True)))
+    check(match)
+    for name, rows in (("down_proj_bias", 1), ("down_proj", 9)):
+        value = ir.Value(name="odd", const_value=ir.tensor(np.zeros((rows, 6), np.float32), name="odd"))
+        sources = (*match.weights[name][:-1], WeightSource(value))
+        with pytest.raises(ValueError, match=rf"{name} \(odd\) is \[{rows}, 6\], expected \[8"):
+            check(replace(match, weights={**match.weights, name: sources}))
+    three = match.weights["up_proj"][:3]
+    with pytest.raises(ValueError, match="up_proj has 3 tensors for 4 experts"):
+        check(replace(match, weights={**match.weights, "up_proj": three}))
+    one = ir.Value(name="odd", const_value=ir.tensor(np.zeros(1, np.float32), name="odd"))
+    with pytest.raises(ValueError, match=r"e_score_correction_bias \(odd\) is \[1\], expected \[4\]"):
+        check(replace(match, constants={**match.constants, "e_score_correction_bias": WeightSource(one)}))

@@ -17,6 +17,9 @@ CONSTANTS = {
     "one": np.array([1]),
     "two": np.array([2]),
     "i": np.array([1, 0]),
+    "column": np.arange(200)[:, None],
+    "row": np.arange(200)[None],
+    "many": np.zeros(200, np.int64),
     "w": np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32),
     "tenth": np.array([0.1], np.float32),
 }
@@ -50,6 +53,10 @@ CASES = {
         ["MatMul"],
     ),
     "arithmetic on floats stays": ("c = Mul(tenth, tenth) y = Mul(x, c)", ["Mul", "Mul"]),
+    "constants of other types stay": (
+        "n = Cast<to = 8>(by_h) c = Cast<to = 7>(n) y = Reshape(x, c)",
+        ["Cast", "Cast", "Reshape"],
+    ),
     "equal nodes": ("a = Sigmoid(x) b = Sigmoid(x) y = Mul(a, b)", ["Sigmoid", "Mul"]),
     "unused nodes": ("a = Tanh(x) y = Relu(x)", ["Relu"]),
     "dynamic shapes stay": (
@@ -64,6 +71,19 @@ CASES = {
 def test_canonical_shape(name: str) -> None:
     body, expected = CASES[name]
     assert operators(normalised(body)) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ("d = Sub(column, row) y = Abs(d)", ["Sub", "Abs"]),
+        ("d = Gather<axis = 0>(row, many) y = Abs(d)", ["Gather", "Abs"]),
+        ("d = Sub(row, row) y = Abs(d)", ["Abs"]),
+        ("d = Gather<axis = 0>(column, i) y = Abs(d)", ["Abs"]),
+    ],
+)
+def test_small_constants_are_not_made_large(body: str, kept: list[str]) -> None:
+    assert operators(normalised(body, "int64[A, B] y")) == kept
 
 
 def test_outputs_keep_their_names() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-import onnx_ir as ir
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from graph_passes import fuse_moe, pipeline
+from graph_passes.matchers import Miss, MoeMatch, WeightSource
 from graph_passes.pipeline import fuse_model
 from tests.graphs import parse
 from tests.unrolled_graphs import Loop, model_of
@@ -65,3 +74,104 @@ def test_a_block_that_the_probe_rejects_is_refused() -> None:
     report = fuse_model(model, rtol=1e-12)
     assert "relative L2 difference" in report.refused[0].reason
     assert serialized(model) == before
+
+
+def test_blocks_that_read_the_same_tokens_are_both_fused() -> None:
+    """They share the flattening of the tokens, which neither owns."""
+    loops = Loop(prefix="a_", result="ya"), Loop(prefix="b_", result="yb", seed=3)
+    model = model_of(*loops, after="y = Add(ya, yb)")
+    report = fuse_model(model)
+    assert report.refused == []
+    *nodes, last = model.graph
+    assert [node.op_type for node in (*nodes, last)] == ["HinaMoE", "HinaMoE", "Add"]
+    for node, loop in zip(nodes, loops, strict=True):
+        x, router = node.inputs[0], node.inputs[1]
+        assert x is model.graph.inputs[0]
+        assert router is not None and router.const_value is not None
+        np.testing.assert_array_equal(router.const_value.numpy(), loop.router)
+    assert list(last.inputs) == [node.outputs[0] for node in nodes]
+
+
+def test_a_block_inside_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MATCHERS", 2 * pipeline.MATCHERS)
+    report = fuse_model(model_of(Loop()))
+    assert len(report.found) == len(report.refused) == 1
+    assert f"overlaps with {report.found[0].name}, which" in report.refused[0].reason
+
+
+def test_a_block_in_a_type_without_kernels_is_refused() -> None:
+    loop = Loop()
+    arrays = {name: a.astype(np.float64) if a.dtype == np.float32 else a for name, a in loop.arrays.items()}
+    text = loop.text().replace("ConstantOfShape(", "Expand(zero, ")
+    tokens = "double[B, S, 8]"
+    report = fuse_model(parse(f"({tokens} x) => ({tokens} y) {{\n{text}\n}}", {**arrays, "zero": np.zeros(())}))
+    assert (report.found, report.applied) == ([], False)
+    assert "has type float64, HinaMoE takes float32, float16, bfloat16" in report.refused[0].reason
+
+
+def claimed(monkeypatch: pytest.MonkeyPatch, change: Callable[[MoeMatch], MoeMatch]) -> None:
+    """Let every matcher claim something else than it found."""
+
+    def careless(graph: ir.Graph, matcher: Callable[[ir.Graph], list[MoeMatch | Miss]]) -> list[MoeMatch | Miss]:
+        return [change(found) if isinstance(found, MoeMatch) else found for found in matcher(graph)]
+
+    changed = tuple(partial(careless, matcher=matcher) for matcher in pipeline.MATCHERS)
+    monkeypatch.setattr(pipeline, "MATCHERS", changed)
+
+
+@pytest.mark.parametrize("field", ["router_bias", "e_score_correction_bias", "down_proj_bias"])
+def test_a_tensor_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    one = WeightSource(ir.Value(name="one", const_value=ir.tensor(np.zeros(1, np.float32), name="one")))
+
+    def change(match: MoeMatch) -> MoeMatch:
+        if field in match.weights:
+            return replace(match, weights={**match.weights, field: (one,) * 4})
+        return replace(match, constants={**match.constants, field: one})
+
+    claimed(monkeypatch, change)
+    report = fuse_model(model_of(Loop(bias=True)))
+    assert (report.found, report.applied) == ([], False)
+    assert f"{field} (one) is [1], expected [" in report.refused[0].reason
+
+
+def test_names_of_the_model_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ir.Model] = []
+    names = fuse_moe.UniqueNames
+    monkeypatch.setattr(pipeline, "UniqueNames", lambda model: made.append(model) or names(model))
+    monkeypatch.setattr(fuse_moe, "UniqueNames", lambda model: made.append(model) or names(model))
+    assert len(fuse_model(two_blocks()).fused) == 2
+    assert len(made) == 1
+
+
+def test_a_block_in_a_subgraph_is_refused() -> None:
+    body = ir.to_proto(model_of(Loop()))
+    body.graph.ClearField("input")
+    other = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["z"])],
+        "other",
+        [],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
+    )
+    choice = helper.make_node("If", ["first"], ["out"], name="choice", then_branch=body.graph, else_branch=other)
+    graph = helper.make_graph(
+        [choice],
+        "main",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "S", 8]),
+            helper.make_tensor_value_info("first", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=body.opset_import, ir_version=9))
+    report = fuse_model(model)
+    assert (report.found, report.applied) == ([], False)
+    assert len(report.refused) == 1
+    assert "If choice" in report.refused[0].reason
+
+
+def test_failed_shape_inference_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX's TopK has no bfloat16, which its shape inference says with a traceback."""
+    text = "k = Constant<value = int64[1] {2}>() v, i = TopK(x, k) y = Identity(v)"
+    header = '<ir_version: 9, opset_import: ["": 20]> test (bfloat16[T, 8] x) => (bfloat16[T, 2] y)'
+    fuse_model(ir.from_proto(onnx.parser.parse_model(f"{header} {{ {text} }}")))
+    assert caplog.records == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,11 +13,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes import reference
+from graph_passes import reference, steering
+from graph_passes.accuracy import float16_bound, relative_l2
 from graph_passes.cut import Cut, CutError
 from graph_passes.matchers import MoeMatch, WeightSource
 from graph_passes.normalize import normalize
-from graph_passes.probe import probe, relative_l2
+from graph_passes.probe import probe
 from graph_passes.steering import Unreachable, steer
 from tests.graphs import only_match, parse
 from tests.unrolled_graphs import Loop, model_of
@@ -75,29 +78,67 @@ def test_a_wrong_reading_is_refused(wrong: str) -> None:
     assert result.worst_relative_l2 > 1e-4
 
 
-def test_fixed_token_count_fails_on_other_counts() -> None:
-    """A matcher may overlook it, the probe does not."""
-    model = model_of(Loop())
-    match = only_match(model)
-    block = parse(
-        "(float[B, S, 8] x) => (float[B, S, 8] y) {\n"
-        + Loop().text().replace("y = Reshape(acc3, shape)", "fixed = Reshape(acc3, one)\ny = Reshape(fixed, shape)")
-        + "\n}",
-        {**Loop().arrays, "one": np.array([7, 8])},
-    )
-    normalize(block)
-    values = {v.name: v for node in block.graph for v in node.outputs} | dict(block.graph.initializers)
+def claim(loop: Loop, text: str, arrays: dict[str, np.ndarray], **values: str) -> tuple[ir.Model, MoeMatch]:
+    """The model of `text` (nodes from x to y), and the match of `loop` as a careless matcher might claim it there.
+
+    `values` name other graph values for `hidden_states`, `output` and, replacing the router, `router_logits`.
+    """
+    match = only_match(model_of(loop))
+    model = parse(f"(float[B, S, {loop.hidden}] x) => (float[D, T, {loop.hidden}] y) {{\n{text}\n}}", arrays)
+    normalize(model)
+    found = {v.name: v for node in model.graph for v in node.outputs} | dict(model.graph.initializers)
+    found["x"] = model.graph.inputs[0]
     weights = {
-        name: tuple(replace(source, value=values[source.value.name]) for source in sources)
+        name: tuple(replace(source, value=found[source.value.name]) for source in sources)
         for name, sources in match.weights.items()
     }
-    constants = {name: replace(s, value=values[s.value.name]) for name, s in match.constants.items()}
-    fixed = replace(
-        match, hidden_states=block.graph.inputs[0], output=values["y"], weights=weights, constants=constants
-    )
-    result = probe(block, fixed)
+    constants = {name: replace(s, value=found[s.value.name]) for name, s in match.constants.items()}
+    match = replace(match, hidden_states=found["x"], output=found["y"], weights=weights, constants=constants)
+    if logits := values.get("router_logits"):
+        spec = replace(match.spec, router_input="router_logits")
+        match = replace(match, spec=spec, inputs={"router_logits": found[logits]}, constants={})
+    return model, match
+
+
+def test_fixed_token_count_fails_on_other_counts() -> None:
+    """A matcher may overlook it, the probe does not."""
+    loop = Loop()
+    text = loop.text().replace("y = Reshape(acc3, shape)", "fixed = Reshape(acc3, one)\ny = Reshape(fixed, shape)")
+    result = probe(*claim(loop, text, {**loop.arrays, "one": np.array([7, 8])}))
     assert not result.ok
     assert "the block fails on 1 tokens" in result.reason
+
+
+@pytest.mark.parametrize("width", [4, 64])
+def test_batches_of_several_sequences_are_run(width: int) -> None:
+    """The output lies [1, T, H] whatever the batch: right for one sequence only. 64 experts need over 33 tokens."""
+    loop = Loop(width=width, top_k=1)
+    text = loop.text().replace(f"y = Reshape(acc{width - 1}, shape)", f"y = Reshape(acc{width - 1}, one)")
+    model, match = claim(loop, text, {**loop.arrays, "one": np.array([1, -1, 8])})
+    result = probe(model, match)
+    assert not result.ok
+    assert "its output is [1, " in result.reason and "for hidden states [3, " in result.reason
+
+
+def test_logits_of_another_width_are_refused() -> None:
+    """A softmax over groups of two is no softmax over four; its input is no router_logits [T, 4]."""
+    loop = Loop()
+    text = loop.text().replace("MatMul(flat, router)", "MatMul(flat, router)\ngrouped = Reshape(logits, pairs)")
+    text = text.replace("Softmax<axis=1>(logits)", "Softmax<axis=-1>(grouped)").replace("probs =", "probs2 =")
+    text = text.replace("values, ids", "probs = Reshape(probs2, four)\nvalues, ids")
+    arrays = {**loop.arrays, "pairs": np.array([-1, 2, 2]), "four": np.array([-1, 4])}
+    model, match = claim(loop, text, arrays, router_logits="grouped")
+    result = probe(model, match)
+    assert not result.ok
+    assert re.search(r"grouped is \[.*, 2, 2\], and would be read as \[1, 1, 4\]", result.reason), result.reason
+
+
+def test_whatever_goes_wrong_is_a_result() -> None:
+    model = model_of(Loop())
+    match = only_match(model)
+    result = probe(model, replace(match, weights={**match.weights, "gate_proj": ()}))
+    assert not result.ok
+    assert result.reason.startswith("the block cannot be checked: IndexError")
 
 
 def test_a_block_that_reads_more_than_its_inputs_is_refused() -> None:
@@ -203,8 +244,9 @@ def test_cut_names_what_onnx_runtime_dislikes() -> None:
         Cut(model, match)
 
 
-def test_float16_has_its_own_bound() -> None:
-    loop = Loop(inter=8)
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_float16_has_its_own_bound(top_k: int) -> None:
+    loop = Loop(inter=8, width=2 * top_k, top_k=top_k)
     for name, array in loop.arrays.items():
         if array.dtype == np.float32:
             loop.arrays[name] = array.astype(np.float16)
@@ -214,14 +256,14 @@ def test_float16_has_its_own_bound() -> None:
     match = only_match(model)
     result = probe(model, match)
     assert result.ok, result.reason
-    assert 1e-5 < result.worst_relative_l2 < 10 * 2.0**-11
+    assert 1e-5 < result.worst_relative_l2 < float16_bound(top_k) < 10 * 2.0**-11
     assert not probe(model, last_expert_doubled(match)).ok
     assert not probe(model, swapped(match)).ok
+    for wrong in ({"routed_scaling_factor": 1.003}, {"norm_eps": 3e-3}, {"activation_alpha": 1.01}):
+        assert not probe(model, with_spec(**wrong)(match)).ok, wrong
 
 
-def test_bfloat16_runs_in_float32() -> None:
-    """ONNX Runtime has no bfloat16 TopK or MatMul on CPU; what the block computes can be shown all the same."""
-    loop = Loop(inter=8)
+def bfloat16_model(loop: Loop) -> ir.Model:
     for name, array in loop.arrays.items():
         if array.dtype == np.float32:
             loop.arrays[name] = array.astype(ml_dtypes.bfloat16)
@@ -231,7 +273,14 @@ def test_bfloat16_runs_in_float32() -> None:
     text = text.replace(
         "mixing = Div(values, total)", "wide_mixing = Div(values, total)\nmixing = Cast<to=16>(wide_mixing)"
     )
-    model = parse("(bfloat16[B, S, 8] x) => (bfloat16[B, S, 8] y) {\n" + text + "\n}", loop.arrays)
+    tokens = f"bfloat16[B, S, {loop.hidden}]"
+    return parse(f"({tokens} x) => ({tokens} y) {{\n{text}\n}}", loop.arrays)
+
+
+@pytest.mark.parametrize(("weights", "hidden"), [("right", 8), ("gemm", 64), ("gather", 64)])
+def test_bfloat16_runs_in_float32(weights: str, hidden: int) -> None:
+    """ONNX Runtime has no bfloat16 TopK or MatMul on CPU; what the block computes can be shown all the same."""
+    model = bfloat16_model(Loop(inter=8, hidden=hidden, weights=weights))
     match = only_match(model)
     result = probe(model, match)
     assert result.ok, result.reason
@@ -239,10 +288,43 @@ def test_bfloat16_runs_in_float32() -> None:
     assert not probe(model, last_expert_doubled(match)).ok
 
 
+def test_bfloat16_weights_are_not_widened_as_a_whole() -> None:
+    loop = Loop(width=24, hidden=128, inter=1024)
+    model = bfloat16_model(loop)
+    match = only_match(model)
+    sources = [source for sources in match.weights.values() for source in sources]
+    for source in sources:
+        source.value.const_value = ir.Tensor(source.stored.numpy())
+    stored = sum(source.nbytes for source in sources)
+    tracemalloc.start()
+    result = probe(model, match)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert result.ok, result.reason
+    assert peak < stored
+
+
+def test_runs_are_small_where_they_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block with stacked experts multiplies a copy of them for each token."""
+    model = model_of(Loop(width=20, top_k=1, weights="gather", hidden=64, inter=96))
+    match = only_match(model)
+    whole = {name: (WeightSource(sources[0].value, transpose=True),) for name, sources in match.weights.items()}
+    stacked = replace(match, weights=whole)
+    monkeypatch.setattr(steering, "GATHER_BYTES", 5 * 3 * 64 * 96 * 4)
+    inputs = steer(stacked, ir.DataType.FLOAT, np.random.default_rng(0))
+    sizes = [batch.stop - batch.start for batch in inputs.batches]
+    assert sizes[:3] == [1, 2, 3] and set(sizes[3:]) == {3} and sum(sizes[3:]) >= 33
+    assert probe(model, stacked).ok
+    down = whole["down_proj"][0].stored.numpy()
+    wrong = ir.Value(name="wrong", const_value=ir.tensor(np.concatenate([down[:-1], down[:1]]), name="wrong"))
+    claimed = {**whole, "down_proj": (WeightSource(wrong, transpose=True),)}
+    assert not probe(model, replace(match, weights=claimed)).ok
+
+
 def test_relative_l2() -> None:
-    assert relative_l2(np.array([3.0, 4.0]), np.array([3.0, 4.5])) == pytest.approx(0.5 / math.hypot(3.0, 4.5))
-    assert relative_l2(np.array([3.0, 4.0]), np.zeros(2)) == 5.0
-    assert relative_l2(np.array([np.nan]), np.ones(1)) == math.inf
+    assert relative_l2(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.5 / math.hypot(3.0, 4.5))
+    assert relative_l2(np.zeros(2), np.array([3.0, 4.0])) == math.inf
+    assert relative_l2(np.ones(1), np.array([np.nan])) == math.inf
 
 
 def test_a_stacked_tensor_is_indexed() -> None:

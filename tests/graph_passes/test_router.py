@@ -10,6 +10,7 @@ import pytest
 
 from graph_passes import reference
 from graph_passes.matchers import router
+from graph_passes.matchers.views import NoMatch
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
 from tests.graphs import array_of, parse, relative_l2, run_original
@@ -23,6 +24,7 @@ CONSTANTS: dict[str, np.ndarray] = {
     "w_half": (RNG.standard_normal((HIDDEN, EXPERTS)) * 0.5).astype(np.float16),
     "router_bias": RNG.standard_normal(EXPERTS).astype(np.float32),
     "bias": RNG.standard_normal(EXPERTS).astype(np.float32) * 0.2,
+    "bias_of_1": np.array([0.2], np.float32),
     "k": np.array([TOP_K]),
     "one_i": np.array([1]),
     "last": np.array([-1]),
@@ -39,6 +41,7 @@ CONSTANTS: dict[str, np.ndarray] = {
     "tiny": np.float32(1e-12),
     "far": np.float32(0.02),
     "half": np.float32(0.5),
+    "minus_half": np.float32(-0.5),
     "axis_h": np.array([HIDDEN]),
 }
 LOGITS = "l = MatMul(x, w_kn)"
@@ -198,7 +201,13 @@ UNKNOWN = {
         f"{LOGITS} s = Softmax(l) a, ids = TopK(s, k) z, other = TopK<largest = 0>(s, k) "
         "w = GatherElements<axis = 1>(s, other)"
     ),
+    "negative floor": f"{SOFTMAX_TOPK} {SUM} f = Max(n, minus_half) w = Div(v, f)",
     "tanh scores": f"{LOGITS} s = Tanh(l) w, ids = TopK(s, k)",
+    "softmax of experts within groups": (
+        f"{LOGITS} g = Reshape(l, tokens_by_groups) p = Softmax<axis = -1>(g) s = Reshape(p, tokens_by_experts) "
+        "w, ids = TopK(s, k)"
+    ),
+    "one selection bias for all experts": f"{SIGMOID_GATHER.replace('bias', 'bias_of_1')} w = Identity(v)",
     "scores scattered over other groups": (
         f"{LOGITS} s = Softmax(l) c = Sigmoid(l) {group_mask(MAX, 'm = Where(b, s, zero)')} w, ids = TopK(m, k)"
     ),
@@ -222,6 +231,19 @@ def test_logits_of_other_tokens_are_handed_over() -> None:
     assert found.num_experts == EXPERTS
 
 
+def test_logits_are_handed_over_with_one_number_per_expert() -> None:
+    found, _ = route_of(
+        "y = Relu(x) l = MatMul(y, w_kn) g = Reshape(l, tokens_by_groups) p = Sigmoid(g) "
+        "s = Reshape(p, tokens_by_experts) w, ids = TopK(s, k)"
+    )
+    assert found.inputs["router_logits"].name == "l"
+
+
+def test_ids_of_an_unknown_router_must_not_be_negative() -> None:
+    with pytest.raises(NoMatch, match="may hold negative expert ids"):
+        route_of(f"{LOGITS} s = Tanh(l) w, chosen = TopK(s, k) ids = Neg(chosen)")
+
+
 def test_sparsemixer_is_read_from_its_two_rounds() -> None:
     found, model = route_of(sparsemixer().replace("-3.4e38", "-inf"))
     assert found.note == ""
@@ -234,6 +256,11 @@ def test_sparsemixer_is_read_from_its_two_rounds() -> None:
     weights, ids = run_original(model, x)
     want = reference.route(spec_of(found), x @ array_of(found.constants["router_weight"]).T.astype(np.float64))
     assert relative_l2(dense(ids, weights), dense(*want)) < 1e-5
+
+
+def test_sparsemixer_with_a_negative_threshold_is_unknown() -> None:
+    found, _ = route_of(sparsemixer().replace("-3.4e38", "-inf").replace("far", "minus_half"))
+    assert "thresholds" in found.note
 
 
 def test_sparsemixer_that_does_not_exclude_its_first_expert_is_unknown() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 
+from graph_passes.matchers import subgraph_misses
+from graph_passes.normalize import normalize
 from graph_passes.probe import probe
-from tests.graphs import array_of, find, only_match, only_miss, parse
+from tests.graphs import array_of, compare, find, only_match, only_miss, parse
 from tests.unrolled_graphs import Loop, model_of
 
 SPELLINGS: dict[str, dict[str, Any]] = {
@@ -135,3 +139,139 @@ def test_other_uses_of_nonzero_are_left_alone() -> None:
     text = "(float[B, S, 8] x) => (int64[2, N] y) { a = Greater(x, zero)\n b = Squeeze(a, axis)\n y = NonZero(b) }"
     arrays = {"zero": np.zeros((), np.float32), "axis": np.array([0])}
     assert find(parse(text, arrays)) == []
+
+
+def changed(*changes: tuple[str, str], inputs: str = "float[B, S, 8] x", **arrays: np.ndarray) -> ir.Model:
+    """The block of `Loop()` with lines of its text replaced, and more constants."""
+    loop = Loop()
+    text = loop.text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return parse(f"({inputs}) => (float[C, D, 8] y) {{\n{text}\n}}", {**loop.arrays, **arrays})
+
+
+@pytest.mark.parametrize("axes", ["B, S", "?, ?"])
+def test_the_ends_have_one_shape_even_where_axes_have_no_names(axes: str) -> None:
+    """x is [S, B, H] inside the block and [B, S, H] outside: only the tokens in between are alike."""
+    model = changed(
+        ("flat = Reshape(x, rows)", "xt = Transpose<perm=[1, 0, 2]>(x)\nflat = Reshape(xt, rows)"),
+        inputs=f"float[{axes}, 8] x",
+    )
+    match = only_match(model)
+    assert (match.hidden_states.name, match.output.name) == ("flat", "acc3")
+    assert compare(model, match, np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)) < 1e-5
+
+
+def test_axes_without_names_may_be_proven_by_the_reshape() -> None:
+    match = only_match(changed(inputs="float[?, ?, 8] x"))
+    assert (match.hidden_states.name, match.output.name) == ("x", "y")
+
+
+def test_an_output_of_more_rows_than_tokens_is_refused() -> None:
+    model = changed(
+        ("flat = Reshape(x, rows)", "all = Reshape(x, rows)\nflat = Slice(all, first, end, first)"),
+        ("flat_shape = Shape(flat)", "flat_shape = Shape(all)"),
+        first=np.array([0]),
+        end=np.array([64]),
+    )
+    assert "shape and type of the tokens flat" in only_miss(model).reason
+
+
+def test_a_router_that_sees_fewer_tokens_is_refused() -> None:
+    model = changed(
+        ("logits = MatMul(flat, router)", "every = MatMul(flat, router)\nlogits = Slice(every, first, end, first)"),
+        first=np.array([0]),
+        end=np.array([64]),
+    )
+    assert "logits, read as router_logits, has one row for each token of flat" in only_miss(model).reason
+
+
+GROUPED = (
+    "logits = MatMul(flat, router)",
+    "other = Relu(flat)\nungrouped = MatMul(other, router)\nlogits = Reshape(ungrouped, by_groups)",
+)
+GROUPS = {"by_groups": np.array([-1, 2, 2]), "by_experts": np.array([-1, 4])}
+
+
+def test_logits_are_those_of_all_experts() -> None:
+    """The scores are computed from a view of the logits [T, 2, 2]: the op gets what lies behind it."""
+    model = changed(
+        GROUPED,
+        ("probs = Softmax<axis=1>(logits)", "grouped = Sigmoid(logits)\nprobs = Reshape(grouped, by_experts)"),
+        **GROUPS,
+    )
+    match = only_match(model)
+    assert match.inputs["router_logits"].name == "ungrouped"
+    assert compare(model, match, np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)) < 1e-5
+
+
+def test_a_softmax_within_groups_is_no_known_router() -> None:
+    model = changed(
+        GROUPED,
+        ("probs = Softmax<axis=1>(logits)", "grouped = Softmax<axis=-1>(logits)\nprobs = Reshape(grouped, by_experts)"),
+        **GROUPS,
+    )
+    match = only_match(model)
+    assert match.spec.router_input == "topk_ids"
+    assert compare(model, match, np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)) < 1e-5
+
+
+def test_a_squeeze_of_unknown_axes_is_refused() -> None:
+    """Without axes it drops the token axis of a single token as well."""
+    model = changed(
+        ("e1_row = Gather<axis=0>(mask, id1)", "e1_kept = Gather<axis=0>(mask, id1s)\ne1_row = Squeeze(e1_kept)"),
+        id1s=np.array([1]),
+    )
+    miss = only_miss(model)
+    assert miss.name.startswith("NonZero")
+    assert "Squeeze" in miss.reason
+
+
+def test_a_squeeze_of_the_expert_axis_is_seen_through() -> None:
+    model = changed(
+        (
+            "e1_row = Gather<axis=0>(mask, id1)",
+            "e1_kept = Gather<axis=0>(mask, id1s)\ne1_row = Squeeze(e1_kept, axis0)",
+        ),
+        id1s=np.array([1]),
+    )
+    assert probe(model, only_match(model)).ok
+
+
+def test_tokens_that_are_transposed_before_the_lookup_are_refused() -> None:
+    loop = Loop(scatter_add=True, width=8, hidden=8)
+    text = loop.text().replace(
+        "e1_x = GatherND(flat,", "flat_t = Transpose<perm=[1, 0]>(flat)\ne1_x = GatherND(flat_t,"
+    )
+    miss = only_miss(parse("(float[B, S, 8] x) => (float[B, S, 8] y) {\n" + text + "\n}", loop.arrays))
+    assert "differs from expert 0 in its tokens" in miss.reason
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_block_in_a_subgraph_is_named(nested: bool) -> None:
+    model = inside_if(model_of(Loop()))
+    if nested:
+        model = inside_if(model)
+    normalize(model)
+    (miss,) = subgraph_misses(model)
+    assert miss.name.startswith("NonZero")
+    assert "then_branch of If choice" in miss.reason and "export the model without branches" in miss.reason
+    assert find(model) == []
+
+
+def inside_if(model: ir.Model) -> ir.Model:
+    """A model that computes the graph of `model` in one branch of an If, else -x."""
+    proto = ir.to_proto(model)
+    body = proto.graph
+    x, y = body.input[0], body.output[0]
+    outer = [x, onnx.helper.make_tensor_value_info("condition", onnx.TensorProto.BOOL, [])]
+    del body.input[:]
+    other = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["minus"])], "other", [], [y])
+    other.output[0].name = "minus"
+    node = onnx.helper.make_node("If", ["condition"], ["chosen"], name="choice", then_branch=body, else_branch=other)
+    result = onnx.ValueInfoProto()
+    result.CopyFrom(y)
+    result.name = "chosen"
+    graph = onnx.helper.make_graph([node], "outer", outer, [result])
+    return ir.from_proto(onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=9))

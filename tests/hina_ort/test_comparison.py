@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hina_ort.comparison import CheckError, compare_models, random_inputs, relative_l2
+from graph_passes.accuracy import relative_l2
+from hina_ort.comparison import CheckError, compare_models, random_inputs
 from tests.hina_ort import tiny
 
 

@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import hina_ort
+from graph_passes.accuracy import relative_l2
 from graph_passes.pipeline import FusedBlock
 from hina_ort import conversion
 from hina_ort.cli import app
-from hina_ort.comparison import Comparison, relative_l2
+from hina_ort.comparison import Comparison
 from tests.hina_ort import tiny
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]])

@@ -8,8 +8,25 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make `folder` and its parents where they are missing; those that were made go again when the body fails."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made: list[Path] = []
+    try:
+        for path in reversed(missing):
+            path.mkdir()
+            made.append(path)
+        yield
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # it holds something by now
+                path.rmdir()
+        raise
 
 
 @contextmanager
