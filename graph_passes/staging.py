@@ -31,10 +31,16 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(destination: Path) -> Iterator[Path]:
-    """Yield a new folder on the file system of the folder `destination`; it is gone afterwards, whatever happens."""
+    """Yield a new folder on the file system of the folder `destination`; it is gone afterwards, whatever happens.
+
+    Raises OSError, naming `destination`, when no folder can be made there.
+    """
     home = destination if destination.is_dir() else destination.parent
     folder = home / f".{destination.name}.{secrets.token_hex(4)}.partial"
-    folder.mkdir()
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(destination)) from error
     try:
         yield folder
     finally:

@@ -144,7 +144,7 @@ def _clear_errors() -> Iterator[None]:
         _fail(str(error), EXIT_ERROR)
     except OSError as error:
         # Errors of the operating system carry a number and a file name; our own are sentences already.
-        text = f"{error.filename or 'a file'}: {error.strerror}" if error.strerror else str(error)
+        text = f"{error.filename or 'a file'} cannot be used: {error.strerror}" if error.strerror else str(error)
         _fail(text, EXIT_ERROR)
     except MemoryError:
         _fail("there is not enough memory for this model", EXIT_ERROR)

@@ -106,6 +106,12 @@ def test_a_broken_source(tmp_path: Path, command: str, make: Callable[[Path], Pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_target_where_nothing_can_be_made_is_named(exported: Path) -> None:
+    code, message = invoke("convert", exported, "/proc/fused")  # not even root can make a folder there
+    assert code == 1
+    assert message.startswith("error: /proc/fused cannot be used: ")
+
+
 def test_source_and_target_may_not_be_the_same(model: Path, exported: Path, tmp_path: Path) -> None:
     content = model.read_bytes()
     alias = tmp_path / "alias.onnx"
