@@ -12,6 +12,8 @@ constexpr int64_t kChunkBytes = 192 * 1024;  // of float32 activations in a chun
 constexpr int64_t kWidenBytes = 512 * 1024;  // of float32 weights in a block; larger blocks convert in the kernel
 constexpr int64_t kWidenFrom = 6;    // tokens from which 16-bit rows are converted once per block, not once per tile
 constexpr int64_t kTokenBlock = 24;  // tokens of a prepare task
+constexpr int64_t kPieceBytes = 128 * 1024 * 1024;  // of intermediate values that a piece of the tokens may need ..
+constexpr int64_t kLeastPiece = 1024;  // .. but a piece has this many tokens: the weights are read for each
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -24,6 +24,8 @@
 namespace hina {
 namespace {
 
+int64_t size_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+
 // One block of rows as a kernel takes them.
 struct RowBlock {
   const void* rows[kRows];
@@ -60,10 +62,11 @@ class Layer {
     for (int64_t task; (task = next_fc2_.fetch_add(1, std::memory_order_relaxed)) < fc2_tasks_;) fc2(task, worker);
   }
 
-  std::string error() const {
+  // Empty, or what is wrong with topk_ids; this piece begins at the token `begin` of the call.
+  std::string error(int64_t begin) const {
     if (bad_id_ < 0) return {};
-    return "topk_ids holds " + std::to_string(raw_id(bad_id_)) + " at position " + std::to_string(bad_id_) +
-           ", expected 0.." + std::to_string(p_.num_experts - 1);
+    return "topk_ids holds " + std::to_string(raw_id(bad_id_)) + " at position " +
+           std::to_string(begin * p_.top_k + bad_id_) + ", expected 0.." + std::to_string(p_.num_experts - 1);
   }
 
  private:
@@ -112,7 +115,7 @@ class Layer {
     const int64_t experts = p_.num_experts, k = p_.top_k;
     if (p_.shared_intermediate_size > 0) w_.shared_weights[token] = shared_weight(token);
     if (p_.router.input == RouterInput::kTopK) {
-      const int64_t size = call_.topk_weights_type == DataType::kFloat32 ? 4 : 2;
+      const int64_t size = size_of(call_.topk_weights_type);
       kernels_.widen[static_cast<int>(call_.topk_weights_type)](
           static_cast<const std::byte*>(call_.topk_weights) + token * k * size, w_.weights + token * k, k);
       for (int64_t i = token * k; i < (token + 1) * k; ++i) {
@@ -123,7 +126,7 @@ class Layer {
     }
     float* logits = w_.logits + token * experts;
     if (p_.router.input == RouterInput::kLogits) {
-      const int64_t size = call_.router_logits_type == DataType::kFloat32 ? 4 : 2;
+      const int64_t size = size_of(call_.router_logits_type);
       kernels_.widen[static_cast<int>(call_.router_logits_type)](
           static_cast<const std::byte*>(call_.router_logits) + token * experts * size, logits, experts);
     } else if (!p_.router.bias.empty()) {
@@ -158,7 +161,8 @@ class Layer {
     for (const int32_t g : w_.plan.active)
       w_.fc1_left[g].reset(static_cast<int32_t>(g == p_.num_experts ? shared_fc1_blocks_ : fc1_blocks_));
     if (call_.tokens_per_expert != nullptr)
-      for (int64_t e = 0; e < p_.num_experts; ++e) call_.tokens_per_expert[e] = w_.plan.first[e + 1] - w_.plan.first[e];
+      for (int64_t e = 0; e < p_.num_experts; ++e)
+        call_.tokens_per_expert[e] += w_.plan.first[e + 1] - w_.plan.first[e];
   }
 
   // --- experts ---
@@ -293,6 +297,21 @@ class Layer {
   std::atomic<int64_t> next_prepare_{0}, next_fc1_{0}, next_fc2_{0};
 };
 
+// The tokens [begin, begin + count) of a call.
+Call piece_of(const Params& params, const Call& call, int64_t begin, int64_t count) {
+  const auto from = [begin](const void* base, int64_t row_bytes) {
+    return base == nullptr ? nullptr : static_cast<const std::byte*>(base) + begin * row_bytes;
+  };
+  Call piece = call;
+  piece.tokens = count;
+  piece.hidden_states = from(call.hidden_states, params.hidden_size * size_of(call.type));
+  piece.output = static_cast<std::byte*>(call.output) + begin * params.hidden_size * size_of(call.type);
+  piece.router_logits = from(call.router_logits, params.num_experts * size_of(call.router_logits_type));
+  piece.topk_ids = from(call.topk_ids, params.top_k * (call.topk_ids_are_int64 ? 8 : 4));
+  piece.topk_weights = from(call.topk_weights, params.top_k * size_of(call.topk_weights_type));
+  return piece;
+}
+
 }  // namespace
 
 int64_t most_tasks(const Params& params, int64_t tokens) {
@@ -305,14 +324,16 @@ int64_t most_tasks(const Params& params, int64_t tokens) {
 
 std::string forward(const Params& params, const KernelSet& kernels, const Call& call, void* workspace, int workers,
                     const Executor& executor) {
-  if (call.tokens == 0) {
-    if (call.tokens_per_expert != nullptr) std::fill_n(call.tokens_per_expert, params.num_experts, 0);
-    return {};
+  if (call.tokens_per_expert != nullptr) std::fill_n(call.tokens_per_expert, params.num_experts, 0);
+  const int64_t step = tokens_at_once(params, call);
+  for (int64_t begin = 0; begin < call.tokens; begin += step) {
+    const Call piece = piece_of(params, call, begin, std::min(step, call.tokens - begin));
+    Layer layer(params, kernels, piece, carve(workspace, params, piece, workers));
+    const auto work = [](void* self, size_t index) { static_cast<Layer*>(self)->work(index); };
+    executor.parallel_for(executor.self, work, static_cast<size_t>(workers), &layer);
+    if (std::string error = layer.error(begin); !error.empty()) return error;
   }
-  Layer layer(params, kernels, call, carve(workspace, params, call, workers));
-  const auto work = [](void* self, size_t index) { static_cast<Layer*>(self)->work(index); };
-  executor.parallel_for(executor.self, work, static_cast<size_t>(workers), &layer);
-  return layer.error();
+  return {};
 }
 
 }  // namespace hina

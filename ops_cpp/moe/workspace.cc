@@ -77,9 +77,19 @@ int64_t times(int64_t a, int64_t b) {
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<int64_t>::max() : product;
 }
 
+int64_t tokens_at_once(const Params& params, const Call& call) {
+  if (call.tokens_at_once > 0) return call.tokens_at_once;
+  const int64_t narrow = call.type == DataType::kFloat32 ? 0 : 2 * params.hidden_size;
+  const int64_t floats = times(params.top_k, params.intermediate_size) + params.shared_intermediate_size + narrow +
+                         params.num_experts + 4 * params.top_k;
+  return std::max(kPieceBytes / 4 / floats, kLeastPiece);
+}
+
 int64_t workspace_bytes(const Params& params, const Call& call, int workers) {
   Carver carver(nullptr);
-  take_all(carver, params, call, workers);
+  Call piece = call;
+  piece.tokens = std::min(call.tokens, tokens_at_once(params, call));
+  take_all(carver, params, piece, workers);
   return carver.used();
 }
 

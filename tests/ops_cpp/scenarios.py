@@ -163,6 +163,18 @@ def anonymous_memory(model: str) -> dict[str, Any]:
     return {"before": before, "made": made, "run": rss_anon(), "output": output[0, :4].tolist()}
 
 
+def many_tokens(model: str, tokens: str) -> dict[str, Any]:
+    """Anonymous memory, in bytes, with a session of `model` and after a run of `tokens` tokens; the last 5 rows."""
+    session = harness.make_session(Path(model), threads=2)
+    size = session.get_inputs()[0].shape[-1]
+    hidden = np.random.default_rng(1).standard_normal((int(tokens), size), np.float32)
+    made = rss_anon()
+    output = harness.run(session, {"hidden_states": hidden})["output"]
+    run = rss_anon()
+    alone = harness.run(session, {"hidden_states": hidden[-5:]})["output"]
+    return {"made": made, "run": run, "same": output[-5:].tobytes() == alone.tobytes()}
+
+
 def rss_anon() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
@@ -185,6 +197,7 @@ SCENARIOS: tuple[Callable[..., Any], ...] = (
     idle_after_run,
     affinity,
     anonymous_memory,
+    many_tokens,
     outputs,
 )
 

@@ -164,6 +164,13 @@ void test_layer(int round) {
     CHECK(again == first && again_counts == counts, "round %d: %d threads change the result", round, threads);
   }
   if (call.tokens == 0) return;
+  Call pieces = call;  // in several pieces, the last one shorter
+  pieces.tokens_at_once = pick(1, call.tokens);
+  std::vector<std::byte> again(first.size());
+  std::vector<int64_t> again_counts(counts.size());
+  CHECK(run(p, pieces, 2, again, again_counts).empty(), "round %d", round);
+  CHECK(again == first && again_counts == counts, "round %d: pieces of %ld tokens change the result", round,
+        (long)pieces.tokens_at_once);
   const int64_t t = pick(0, call.tokens - 1);  // one token alone
   Call alone = call;
   alone.tokens = 1;
@@ -189,10 +196,12 @@ void test_bad_ids() {
     std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k), 0);
     ids.back() = bad;
     call.topk_ids = ids.data();
+    call.tokens_at_once = pick(0, 1) ? 0 : 2;
     std::vector<std::byte> output(static_cast<size_t>(call.tokens * p.hidden_size * 4));
     std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
     const std::string error = run(p, call, 2, output, counts);
     CHECK(error.find(std::to_string(bad)) != std::string::npos, "%s", error.c_str());
+    CHECK(error.find("position " + std::to_string(ids.size() - 1)) != std::string::npos, "%s", error.c_str());
   }
 }
 
