@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -82,11 +83,13 @@ def test_the_wheel_holds_both_packages_and_the_library(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True)
     model = tiny.save_model(tmp_path / "model.onnx")
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    # The dependencies of this environment without its .pth files (-S): an editable install would come before the wheel.
+    packages = sysconfig.get_paths()["purelib"]
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{packages}"}
     for script, arguments in (
         ("import hina_ort; print(hina_ort.get_library_path())", []),
         ("from hina_ort.cli import app; app()", ["convert", model, tmp_path / "fused.onnx", "--check", "1"]),
     ):
-        command = [sys.executable, "-c", script, *arguments]
+        command = [sys.executable, "-S", "-c", script, *arguments]
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert arguments or Path(done.stdout.strip()).is_relative_to(site)
