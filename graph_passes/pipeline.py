@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from graph_passes.fuse_moe import UniqueNames, check, fuse
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch, subgraph_misses
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
-from graph_passes.probe import probe
+from graph_passes.probe import ProbeResult, probe
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many of how many blocks are done."""
@@ -110,12 +111,10 @@ def _prove(
             refused.append(found)
             continue
         values = block_values(found)
-        reason = _objection(found, values, proven)
-        if not reason:
-            outcome = probe(model, found, rtol)
-            reason = outcome.reason
-        if reason:
-            refused.append(Miss(found.name, reason))
+        objection = _objection(found, values, proven)
+        outcome = ProbeResult(math.inf, objection) if objection else probe(model, found, rtol)
+        if not outcome.ok:
+            refused.append(Miss(found.name, outcome.reason))
             continue
         size = sum(source.nbytes for sources in found.weights.values() for source in sources)
         block = FusedBlock(found.name, found.spec, found.family, outcome.worst_relative_l2, size)

@@ -25,11 +25,15 @@ SEED = 20240229
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`ok`, the worst relative L2 error over the token counts, and why it is not ok."""
+    """The worst relative L2 error over the token counts, and why the match is refused; no reason, no refusal."""
 
-    ok: bool
     worst_relative_l2: float
     reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the match is proven."""
+        return not self.reason
 
 
 def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
@@ -37,7 +41,7 @@ def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
 
     `rtol` bounds the relative L2 norm of the error at each token count; for a block in float16 it is
     `accuracy.float16_bound` where that is more. A block in bfloat16 is run in float32, see `cut`. Whatever goes wrong
-    is a result that is not ok, never an exception.
+    is a result with a reason, never an exception.
 
     A constant that no ordinary input shows is not proven but taken from the graph as it stands there: an epsilon or a
     floor under the sum of the mixing weights that is small beside every sum, and a limit that no activation reaches.
@@ -48,9 +52,9 @@ def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
         rounding = float16_bound(match.spec.top_k) if cut.dtype == ir.DataType.FLOAT16 else 0.0
         return _compare(cut, match, inputs, max(rtol, rounding))
     except (CutError, Unreachable) as error:
-        return ProbeResult(False, math.inf, f"the block cannot be checked: {error}")
+        return ProbeResult(math.inf, f"the block cannot be checked: {error}")
     except Exception as error:  # a block is proven, or refused
-        return ProbeResult(False, math.inf, f"the block cannot be checked: {type(error).__name__}: {error}")
+        return ProbeResult(math.inf, f"the block cannot be checked: {type(error).__name__}: {error}")
     finally:
         for source in (*match.constants.values(), *(s for sources in match.weights.values() for s in sources)):
             release(source.value.const_value)
@@ -68,16 +72,15 @@ def _compare(cut: Cut, match: MoeMatch, inputs: Inputs, bound: float) -> ProbeRe
         try:
             output = cut.run({**rows, **inputs.overrides}, tokens)
         except CutError as error:
-            return ProbeResult(False, math.inf, f"the block fails on {tokens} tokens: {error}")
+            return ProbeResult(math.inf, f"the block fails on {tokens} tokens: {error}")
         worst = max(worst, relative_l2(expected[batch].reshape(output.shape), output.astype(np.float64)))
         if not worst <= bound:
             return ProbeResult(
-                False,
                 worst,
                 f"the block does not compute what it seems to ({match.spec.summary()}): relative L2 difference "
                 f"{worst:.2g} on {tokens} tokens, allowed {bound:.2g}",
             )
-    return ProbeResult(True, worst)
+    return ProbeResult(worst)
 
 
 class _Experts:

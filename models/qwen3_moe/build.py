@@ -75,6 +75,7 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "attention_mask"],  # as Qwen's own: the model takes no token_type_ids
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

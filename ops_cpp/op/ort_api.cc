@@ -1,5 +1,7 @@
 #include "op/ort_api.h"
 
+#include <memory>
+
 namespace hina {
 namespace {
 
@@ -25,35 +27,23 @@ void check(const OrtApi& api, OrtStatus* status) {
 TensorInfo tensor_info(const OrtApi& api, const OrtValue* value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   check(api, api.GetTensorTypeAndShape(value, &info));
-  try {
-    TensorInfo result = read(api, info);
-    api.ReleaseTensorTypeAndShapeInfo(info);
-    result.has_shape = true;
-    return result;
-  } catch (...) {  // released and thrown on
-    api.ReleaseTensorTypeAndShapeInfo(info);
-    throw;
-  }
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(api.ReleaseTensorTypeAndShapeInfo)> owned(
+      info, api.ReleaseTensorTypeAndShapeInfo);
+  TensorInfo result = read(api, info);
+  result.has_shape = true;
+  return result;
 }
 
 TensorInfo declared_info(const OrtApi& api, const OrtKernelInfo* info, size_t input) {
   OrtTypeInfo* type = nullptr;
   check(api, api.KernelInfo_GetInputTypeInfo(info, input, &type));
+  const std::unique_ptr<OrtTypeInfo, decltype(api.ReleaseTypeInfo)> owned(type, api.ReleaseTypeInfo);
   const OrtTensorTypeAndShapeInfo* tensor = nullptr;
-  OrtStatus* status = api.CastTypeInfoToTensorInfo(type, &tensor);
-  TensorInfo result;
-  try {
-    check(api, status);
-    if (tensor != nullptr) {
-      result = read(api, tensor);
-      result.has_shape = !result.shape.empty();  // no shape and a scalar cannot be told apart here
-    }
-    api.ReleaseTypeInfo(type);
-    return result;
-  } catch (...) {  // released and thrown on
-    api.ReleaseTypeInfo(type);
-    throw;
-  }
+  check(api, api.CastTypeInfoToTensorInfo(type, &tensor));
+  if (tensor == nullptr) return {};
+  TensorInfo result = read(api, tensor);
+  result.has_shape = !result.shape.empty();  // no shape and a scalar cannot be told apart here
+  return result;
 }
 
 const void* tensor_data(const OrtApi& api, const OrtValue* value) {

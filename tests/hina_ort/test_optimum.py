@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hina_ort
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.optimum, pytest.mark.timeout(600)]
 
@@ -33,3 +38,11 @@ def test_a_converted_folder_generates_the_same_tokens(tmp_path: Path) -> None:
         tokens.append(model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False).numpy())
     assert tokens[0].shape == (1, 12)
     np.testing.assert_array_equal(*tokens)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        done = subprocess.run(
+            [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "Once upon a time" in done.stdout
