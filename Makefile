@@ -48,8 +48,8 @@ format: $(DEV)/.installed ## let ruff and clang-format rewrite the sources
 	$(DEV)/bin/ruff format .
 	$(DEV)/bin/clang-format -i $(CXX_SOURCES)
 
-bench: library ## time one layer of Qwen3-30B-A3B size against com.microsoft::MoE
-	$(DEV)/bin/python -m hina_ort.bench
+bench: library ## time layers of well-known models against other runtimes and write docs/performance.md (a quarter of an hour)
+	$(DEV)/bin/python -m docs.generate_performance
 
 wheel: $(DEV)/.installed ## build the wheel into dist/
 	$(DEV)/bin/python -m build --wheel

@@ -34,7 +34,7 @@ def tables() -> str:
         (
             f"`{a.name}`",
             a.type,
-            "required" if a.default is None else f"`{a.default}`",
+            "required" if a.default is None else f"`{a.default}`" if a.default != "" else "empty",
             ", ".join(f"`{value}`" for value in a.values),
             a.doc,
         )

@@ -3,7 +3,7 @@
 Cases, per weight field:
 1. one stacked `[E, N, K]` initializer, or E slices of one: referenced as it is (`experts_stacked=1`).
 2. E initializers that lie `[N, K]`: referenced as they are (`experts_stacked=0`).
-3. anything else (stored `[K, N]`, or fields of both kinds): one stacked tensor, computed when the model is saved.
+3. anything else (stored `[K, N]`, or fields of both kinds): one `StackedExperts`, computed when the model is saved.
 
 After the rewrite the nodes and initializers that only served the old block are gone; values with other consumers stay.
 """
@@ -11,10 +11,11 @@ After the rewrite the nodes and initializers that only served the old block are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from graph_passes.external_data import release
@@ -132,6 +133,26 @@ class UniqueNames:
         return name
 
 
+class StackedExperts(ir.LazyTensor):
+    """One expert per source as one tensor `[E, *shape]`, computed when it is read; `expert` reads a single one."""
+
+    __slots__ = ("_each", "_sources")
+
+    def __init__(self, sources: tuple[WeightSource, ...], shape: tuple[int, ...], name: str) -> None:
+        super().__init__(self._stack, sources[0].dtype, ir.Shape((len(sources), *shape)), name=name)
+        self._sources, self._each = sources, shape
+
+    def expert(self, index: int) -> npt.NDArray[Any]:
+        """The tensor of one expert, a copy."""
+        return _read(self._sources[index], self._each)
+
+    def _stack(self) -> ir.TensorProtocol:
+        stacked = np.empty((len(self._sources), *self._each), self.dtype.numpy())
+        for index, row in enumerate(stacked):
+            row[...] = self.expert(index)
+        return ir.Tensor(stacked, dtype=self.dtype)
+
+
 class _Builder:
     """Collects the inputs of the node; new initializers are in `created` and not yet part of the graph."""
 
@@ -161,26 +182,39 @@ class _Builder:
         if not self.stacked:
             return [self._constant(name, source, shape) for source in sources]
         if len(sources) == 1:
-            return [self._constant(name, sources[0], (experts, *shape))]
+            return [self._whole(name, sources[0], shape)]
         whole = sources[0].value
         if _size(whole) == experts * math.prod(shape) and all(
             s.value is whole and s.index == e and not s.transpose for e, s in enumerate(sources)
         ):
             return [self._constant(name, WeightSource(whole), (experts, *shape))]
-        return [self._create(name, lambda: _stack(sources, shape), sources[0].dtype, (experts, *shape))]
+        return [self._add(StackedExperts(sources, shape, self._name(name)))]
+
+    def _whole(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
+        """All experts of a field from one initializer."""
+        experts = self.match.spec.num_experts
+        if source.transpose and source.index is None and source.shape == (experts, *shape):
+            each = tuple(replace(source, index=e) for e in range(experts))
+            return self._add(StackedExperts(each, shape, self._name(name)))
+        return self._constant(name, source, (experts, *shape))
 
     def _constant(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
         """The initializer itself when it can be read where it lies, else a new one of `shape`."""
         if _lies(source, shape, self.match):
             return source.value
-        return self._create(name, lambda: _read(source, shape), source.dtype, shape)
+        lazy = ir.LazyTensor(
+            lambda: ir.Tensor(_read(source, shape), dtype=source.dtype),
+            dtype=source.dtype,
+            shape=ir.Shape(shape),
+            name=self._name(name),
+        )
+        return self._add(lazy)
 
-    def _create(
-        self, name: str, evaluate: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: tuple[int, ...]
-    ) -> ir.Value:
-        name = self.names.unique(f"{self.match.name}.{name}")
-        tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
+    def _name(self, name: str) -> str:
+        return self.names.unique(f"{self.match.name}.{name}")
+
+    def _add(self, tensor: ir.LazyTensor) -> ir.Value:
+        value = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.created.append(value)
         return value
 
@@ -189,22 +223,13 @@ def _size(value: ir.Value) -> int:
     return value.const_value.size if value.const_value is not None else 0
 
 
-def _read(source: WeightSource, shape: tuple[int, ...]) -> ir.Tensor[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
-    array = source.tensor().numpy().reshape(shape)
+def _read(source: WeightSource, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A copy of the tensor in memory; where it lies is unmapped again."""
+    array: npt.NDArray[Any] = source.tensor().numpy().reshape(shape)
     if source.in_place:
         array = array.copy()  # else it is a copy already
     release(source.value.const_value)
-    return ir.Tensor(array, dtype=source.dtype)
-
-
-def _stack(
-    sources: tuple[WeightSource, ...], shape: tuple[int, ...]
-) -> ir.Tensor[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
-    stacked = np.empty((len(sources), *shape), sources[0].dtype.numpy())
-    for row, source in zip(stacked, sources, strict=True):
-        row[...] = source.tensor().numpy().reshape(shape)
-        release(source.value.const_value)
-    return ir.Tensor(stacked, dtype=sources[0].dtype)
+    return array
 
 
 def _take_over(match: MoeMatch, new: ir.Value, names: UniqueNames) -> None:

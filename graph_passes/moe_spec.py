@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from graph_passes.op_schema import ATTRIBUTES, SPEC_VERSION, WEIGHT_FIELDS, WeightField
+from graph_passes.op_schema import ATTRIBUTES, PROJECTIONS, SPEC_VERSION, WEIGHT_FIELDS, WeightField
+from graph_passes.quantize.formats import WeightFormat
 
 FIELDS: dict[str, WeightField] = {field.name: field for field in WEIGHT_FIELDS}
+_WORDS = {"weight_inputs", "weight_formats"}
+_PARTS = ("", "_scales", "_zero_points")
 ROUTER_INPUTS = ("router_weight", "router_logits", "topk_ids")
 
 
@@ -38,6 +41,8 @@ class MoeSpec:
     weight_inputs: tuple[str, ...]
     shared_intermediate_size: int = 0
     router_input: str = "router_weight"
+    weight_formats: tuple[str, ...] = ()
+    accuracy_level: int = 0
     experts_stacked: bool = True
     gate_up_order: str = "gate_up"
     gate_up_interleaved: bool = False
@@ -83,6 +88,8 @@ class MoeSpec:
             raise ValueError(f"score_func {self.score_func} has no groups, got n_group = {self.n_group}")
         if not self.norm_p > 0:
             raise ValueError(f"norm_p is {self.norm_p}, expected a number above 0")
+        if self.accuracy_level not in range(5):
+            raise ValueError(f"accuracy_level is {self.accuracy_level}, expected 0 to 4")
         self._check_weight_inputs()
 
     def _check_weight_inputs(self) -> None:
@@ -97,6 +104,12 @@ class MoeSpec:
             _check_projections(names, prefix)
         if bool(self.shared_intermediate_size) != (len(prefixes) == 2):
             raise ValueError("shared_intermediate_size and the shared_* weight inputs contradict each other")
+        _check_formats(names, _parse_formats(self.weight_formats))
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        """The formats of the quantised projections by field; the other projections are plain floats."""
+        return _parse_formats(self.weight_formats)
 
     @property
     def gated(self) -> bool:
@@ -104,12 +117,25 @@ class MoeSpec:
         return "gate_proj" in self.weight_inputs or "gate_up_proj" in self.weight_inputs
 
     @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections of `weight_inputs`, those of the shared expert included."""
+        return tuple(name for name in self.weight_inputs if name in PROJECTIONS)
+
+    @property
     def has_shared_expert(self) -> bool:
         """Whether a shared expert is added to the routed output."""
         return self.shared_intermediate_size > 0
 
     def field_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor of weight field `name`, without the expert axis."""
+        """Shape of the tensor of weight field `name`, without the expert axis; one of several where it is quantised."""
+        projection, part = split_field(name)
+        if form := self.formats.get(projection):
+            n, k = self.matrix_shape(projection)
+            return form.shapes(n, k)[_PARTS.index(part)]
+        return self.matrix_shape(name)
+
+    def matrix_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the values that weight field `name` stands for: `[N, K]` of a projection, quantised or not."""
         sizes = {"H": self.hidden_size, "I": self.intermediate_size, "S": self.shared_intermediate_size, "1": 1}
         sizes |= {"2I": 2 * self.intermediate_size, "2S": 2 * self.shared_intermediate_size}
         return tuple(sizes[symbol] for symbol in FIELDS[name].shape.strip("[]").split(", "))
@@ -121,7 +147,7 @@ class MoeSpec:
             if attribute.name == "spec_version":
                 continue
             value = getattr(self, attribute.name)
-            if attribute.name == "weight_inputs":
+            if attribute.name in _WORDS:
                 value = " ".join(value)
             elif attribute.type == "int":
                 value = int(value)
@@ -143,7 +169,8 @@ class MoeSpec:
         if missing := [a.name for a in ATTRIBUTES if a.default is None and a.name not in values]:
             raise ValueError(f"attribute {missing[0]!r} is missing")
         arguments: dict[str, Any] = {k: v for k, v in values.items() if k != "spec_version"}
-        arguments["weight_inputs"] = tuple(str(arguments["weight_inputs"]).split())
+        for name in _WORDS & set(arguments):
+            arguments[name] = tuple(str(arguments[name]).split())
         for name in ("experts_stacked", "gate_up_interleaved", "norm_topk_prob"):
             if name in arguments:
                 arguments[name] = bool(arguments[name])
@@ -160,8 +187,12 @@ class MoeSpec:
         if self.has_shared_expert:
             parts.append(f"shared I={self.shared_intermediate_size}")
         shown = {"hidden_size", "intermediate_size", "num_experts", "top_k", "shared_intermediate_size"}
-        shown |= {"weight_inputs", "experts_stacked", "router_input"}
+        shown |= {"weight_inputs", "weight_formats", "experts_stacked", "router_input"}
         parts += ["router left in the graph" if self.router_input == "topk_ids" else self.score_func, self.activation]
+        if self.weight_formats:
+            words = {name: str(form) for name, form in self.formats.items()}
+            alike = set(words) == set(self.projections) and len(set(words.values())) == 1
+            parts.append(f"{next(iter(words.values()))} weights" if alike else " ".join(self.weight_formats))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in shown | {"score_func", "activation"} and value != field.default:
@@ -180,3 +211,42 @@ def _check_projections(names: tuple[str, ...], prefix: str) -> None:
     for name in names:
         if name.startswith(prefix) and name.endswith("_bias") and name.removesuffix("_bias") not in names:
             raise ValueError(f"weight_inputs holds {name} without {name.removesuffix('_bias')}")
+
+
+def split_field(name: str) -> tuple[str, str]:
+    """The projection that weight field `name` belongs to, and "_scales", "_zero_points" or ""; a bias is its own."""
+    for part in _PARTS[1:]:
+        if name.endswith(part):
+            return name.removesuffix(part), part
+    return name, ""
+
+
+def _parse_formats(words: tuple[str, ...]) -> dict[str, WeightFormat]:
+    """Read `weight_formats`; ValueError for a word that is no `field=format`, or names a field twice."""
+    formats: dict[str, WeightFormat] = {}
+    for word in words:
+        name, _, form = word.partition("=")
+        if name not in PROJECTIONS:
+            raise ValueError(f"weight_formats holds {word!r}, expected field=format with a field that is a projection")
+        if name in formats:
+            raise ValueError(f"weight_formats names {name} twice: {' '.join(words)}")
+        try:
+            formats[name] = WeightFormat.parse(form)
+        except ValueError as error:
+            raise ValueError(f"weight_formats holds {word!r}: {error}") from error
+    return formats
+
+
+def _check_formats(names: tuple[str, ...], formats: Mapping[str, WeightFormat]) -> None:
+    """Raise ValueError unless quantised projections have scales, the others have none, and zero points are in place."""
+    for projection, form in formats.items():
+        if projection not in names:
+            raise ValueError(f"weight_formats names {projection}, which is not in weight_inputs: {' '.join(names)}")
+        if f"{projection}_scales" not in names:
+            raise ValueError(f"{projection} is {form}, so weight_inputs must hold {projection}_scales")
+        if form.name == "mxfp4" and f"{projection}_zero_points" in names:
+            raise ValueError(f"{projection} is mxfp4, which has no zero points; weight_inputs holds them")
+    for name in names:
+        projection, part = split_field(name)
+        if part and projection not in formats:
+            raise ValueError(f"weight_inputs holds {name}, but weight_formats names no format for {projection}")

@@ -8,6 +8,9 @@ tensors. The attribute `weight_inputs` names the tensors of that list, in order,
 with `experts_stacked=0` it is `num_experts` consecutive tensors, expert 0 first. A `shared_*` field is always
 one tensor. All weights are row-major `[N, K]`, as `nn.Linear.weight` is.
 
+A projection that `weight_formats` names is quantised: its tensor holds codes, and `<name>_scales` is present too. A
+value is (code - zero point) * scale; `quantize/formats.py` says how codes, scales and zero points lie.
+
 ONNX Runtime does not tell a custom op which attributes a node has: one that is not in this table, a misspelt one too,
 is not seen by the library. `MoeSpec.from_attributes` refuses it.
 """
@@ -77,19 +80,30 @@ INPUTS: tuple[Input, ...] = (
 )
 """Exactly one of router_weight, router_logits and topk_ids is present."""
 
+
+def _projection(name: str, rows: str, columns: str, doc: str) -> tuple[WeightField, ...]:
+    """The fields of one projection: weights, and what they have beside them when they are quantised."""
+    shared, blocks = name.startswith("shared_"), f"[{rows}, ceil({columns}/block)]"
+    return (
+        WeightField(name, f"[{rows}, {columns}]", shared, doc),
+        WeightField(f"{name}_scales", blocks, shared, f"of a quantised {name}"),
+        WeightField(f"{name}_zero_points", blocks, shared, "optional; int4 and int8 only"),
+    )
+
+
 WEIGHT_FIELDS: tuple[WeightField, ...] = (
-    WeightField("gate_proj", "[I, H]", False, "gate of a gated MLP"),
-    WeightField("up_proj", "[I, H]", False, "up projection; alone (no gate) it makes a plain MLP"),
-    WeightField("gate_up_proj", "[2I, H]", False, "gate and up in one tensor, see gate_up_order"),
-    WeightField("down_proj", "[H, I]", False, "down projection"),
+    *_projection("gate_proj", "I", "H", "gate of a gated MLP"),
+    *_projection("up_proj", "I", "H", "up projection; alone (no gate) it makes a plain MLP"),
+    *_projection("gate_up_proj", "2I", "H", "gate and up in one tensor, see gate_up_order"),
+    *_projection("down_proj", "H", "I", "down projection"),
     WeightField("gate_proj_bias", "[I]", False, ""),
     WeightField("up_proj_bias", "[I]", False, ""),
     WeightField("gate_up_proj_bias", "[2I]", False, "rows in the order of gate_up_proj"),
     WeightField("down_proj_bias", "[H]", False, ""),
-    WeightField("shared_gate_proj", "[S, H]", True, "shared expert, intermediate size S"),
-    WeightField("shared_up_proj", "[S, H]", True, ""),
-    WeightField("shared_gate_up_proj", "[2S, H]", True, ""),
-    WeightField("shared_down_proj", "[H, S]", True, ""),
+    *_projection("shared_gate_proj", "S", "H", "shared expert, intermediate size S"),
+    *_projection("shared_up_proj", "S", "H", ""),
+    *_projection("shared_gate_up_proj", "2S", "H", ""),
+    *_projection("shared_down_proj", "H", "S", ""),
     WeightField("shared_gate_proj_bias", "[S]", True, ""),
     WeightField("shared_up_proj_bias", "[S]", True, ""),
     WeightField("shared_gate_up_proj_bias", "[2S]", True, ""),
@@ -97,11 +111,29 @@ WEIGHT_FIELDS: tuple[WeightField, ...] = (
     WeightField("shared_expert_gate", "[1, H]", True, "shared output times sigmoid(x @ gate.T) (Qwen2-MoE)"),
 )
 
+PROJECTIONS: tuple[str, ...] = tuple(field.name for field in WEIGHT_FIELDS if field.name.endswith("_proj"))
+"""The fields that may be quantised."""
+
 ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute("spec_version", "int", None, (), "version of this table"),
     Attribute("num_experts", "int", None, (), "E, routed experts"),
     Attribute("top_k", "int", None, (), "k, experts per token, 1 <= k <= E"),
     Attribute("weight_inputs", "string", None, (), "space-separated WEIGHT_FIELDS names of the variadic list"),
+    Attribute(
+        "weight_formats",
+        "string",
+        "",
+        (),
+        "space-separated `field=format` or `field=format:block` of the quantised projections; format: int8, int4, "
+        "mxfp4; block: 16, 32, 64, 128, 256, without it one scale per row (mxfp4: always 32, not written)",
+    ),
+    Attribute(
+        "accuracy_level",
+        "int",
+        0,
+        (),
+        "0 to 4, as in MatMulNBits; 4: quantised projections take their activations as int8; 0 to 3: as float32",
+    ),
     Attribute("experts_stacked", "int", 1, (), "1: one tensor [E, ...] per field; 0: E tensors per field"),
     Attribute("gate_up_order", "string", "gate_up", ("gate_up", "up_gate"), "which half of gate_up_proj comes first"),
     Attribute("gate_up_interleaved", "int", 0, (), "0: two halves; 1: rows alternate"),

@@ -2,7 +2,9 @@
 
 Everything is computed in float64 from the values the tensors hold, so a kernel's error can be stated as a relative
 L2 norm against it. Weights are always stacked here: `weights["gate_proj"]` is `[E, I, H]`, `weights["down_proj"]`
-`[E, H, I]`, `weights["shared_up_proj"]` `[S, H]`; the names are those of `op_schema.WEIGHT_FIELDS`.
+`[E, H, I]`, `weights["shared_up_proj"]` `[S, H]`; the names are those of `op_schema.WEIGHT_FIELDS`. Projections that
+`spec.weight_formats` names hold codes, in any shape that the op takes, and have scales and zero points beside them.
+Quantised activations (`accuracy_level`) are not modelled: they are an error of the op, not a part of its meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graph_passes.moe_spec import MoeSpec
+from graph_passes.moe_spec import MoeSpec, split_field
 
 Array = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -196,14 +198,35 @@ def _mlp(spec: MoeSpec, x: Array, w: Mapping[str, Array]) -> Array:
     return project("down_proj", _activate(spec, gate) * (up + spec.activation_beta))
 
 
+def _value_fields(spec: MoeSpec) -> list[str]:
+    """The weight fields that are not merely scales or zero points of another."""
+    return [name for name in spec.weight_inputs if not split_field(name)[1]]
+
+
+def values_of(spec: MoeSpec, weights: Tensors, name: str, expert: int | None = None) -> Array:
+    """The values of weight field `name` of one expert, or of the shared expert, dequantised if need be: `[N, K]`."""
+
+    def read(field: str) -> npt.NDArray[Any]:
+        return np.asarray(weights[field] if expert is None else weights[field][expert])
+
+    form = spec.formats.get(name)
+    if form is None:
+        return read(name).astype(np.float64)
+    n, k = spec.matrix_shape(name)
+    zeros = f"{name}_zero_points"
+    return form.dequantise(
+        read(name), read(f"{name}_scales"), read(zeros) if zeros in spec.weight_inputs else None, n, k
+    )
+
+
 def _routed_experts(spec: MoeSpec, x: Array, ids: Ids, mixing: Array, weights: Tensors) -> Array:
     output = np.zeros_like(x)
-    names = [n for n in spec.weight_inputs if not n.startswith("shared_")]
+    names = [n for n in _value_fields(spec) if not n.startswith("shared_")]
     for expert in range(spec.num_experts):
         tokens, slots = np.nonzero(ids == expert)
         if not len(tokens):
             continue
-        w = {n: np.asarray(weights[n][expert], np.float64) for n in names}
+        w = {n: values_of(spec, weights, n, expert) for n in names}
         scale = mixing[tokens, slots][:, None]
         if spec.apply_weights_to == "input":
             np.add.at(output, tokens, _mlp(spec, x[tokens] * scale, w))
@@ -213,8 +236,8 @@ def _routed_experts(spec: MoeSpec, x: Array, ids: Ids, mixing: Array, weights: T
 
 
 def _shared_expert(spec: MoeSpec, x: Array, weights: Tensors) -> Array:
-    names = [n for n in spec.weight_inputs if n.startswith("shared_") and n != "shared_expert_gate"]
-    result = _mlp(spec, x, {n.removeprefix("shared_"): np.asarray(weights[n], np.float64) for n in names})
+    names = [n for n in _value_fields(spec) if n.startswith("shared_") and n != "shared_expert_gate"]
+    result = _mlp(spec, x, {n.removeprefix("shared_"): values_of(spec, weights, n) for n in names})
     if "shared_expert_gate" in spec.weight_inputs:
         result = result * sigmoid(x @ np.asarray(weights["shared_expert_gate"], np.float64).reshape(1, -1).T)
     return result

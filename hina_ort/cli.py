@@ -32,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_TYPES = "keep, f32, f16, bf16, int8, int4, mxfp4"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (see docs/cli.md).")]
 
 
@@ -49,6 +50,18 @@ def convert(
         Path, typer.Argument(metavar="SRC", help="A model file, or an exporter's output folder with model.onnx.")
     ],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The model file, or folder, to write.")],
+    weights: Annotated[str, typer.Option(metavar="TYPE", help=f"Type of the experts' weights: {_TYPES}.")] = "keep",
+    block: Annotated[
+        int | None,
+        typer.Option(help="Weights that share a scale; 0: a row. Default: int4 32, int8 0.", show_default=False),
+    ] = None,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="int8 and int4 weights without zero points.")] = False,
+    shared_weights: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Type of shared experts' weights. Default: as --weights.")
+    ] = None,
+    accuracy_level: Annotated[
+        int | None, typer.Option(help="Activations of quantised weights: 0 floats, 4 int8.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Find and prove blocks, but write nothing.")] = False,
     check: Annotated[int, typer.Option(help="Compare both whole models on this many random inputs.", min=0)] = 0,
     rtol: Annotated[float, typer.Option(help="Relative L2 error allowed per block.", min=1e-12, max=0.5)] = 1e-5,
@@ -57,9 +70,10 @@ def convert(
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
-    """Fuse the MoE blocks of SRC and write the result to DST.
+    """Fuse the MoE blocks of SRC, give their weights another type if asked, and write the result to DST.
 
-    Exit codes: 0 all blocks fused, 3 nothing to fuse, 4 a block was refused, 2 wrong usage, 1 any other error.
+    Exit codes: 0 all blocks fused, or weights converted; 3 nothing to do, 4 a block was refused, 2 wrong usage, 1 any
+    other error.
     """
     from hina_ort.conversion import convert as run
 
@@ -69,6 +83,11 @@ def convert(
         report = run(
             src,
             dst,
+            weights=weights,
+            block=block,
+            symmetric=symmetric,
+            shared_weights=shared_weights,
+            accuracy_level=accuracy_level,
             dry_run=dry_run,
             check=check,
             rtol=rtol,
@@ -124,13 +143,14 @@ def doctor(as_json: Json = False) -> None:
 def _exit_code(report: ConversionReport) -> int:
     if report.refused:
         return EXIT_REFUSED
-    return 0 if report.fused else EXIT_NOTHING_TO_FUSE
+    return 0 if report.fused or report.weights else EXIT_NOTHING_TO_FUSE
 
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
     """Turn errors that a person can act on into one sentence on stderr and an exit code."""
     from graph_passes.external_data import ModelFileError
+    from graph_passes.quantize.rtn import WeightError
     from hina_ort.comparison import CheckError
     from hina_ort.conversion import UsageError
 
@@ -140,7 +160,7 @@ def _clear_errors() -> Iterator[None]:
         _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
     except UsageError as error:
         _fail(str(error), EXIT_USAGE)
-    except (ModelFileError, CheckError) as error:
+    except (ModelFileError, WeightError, CheckError) as error:
         _fail(str(error), EXIT_ERROR)
     except OSError as error:
         # Errors of the operating system carry a number and a file name; our own are sentences already.
@@ -179,3 +199,71 @@ def _progress(*, shown: bool) -> Iterator[Progress | None]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield advance
+
+
+bench = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench)
+
+
+@bench.callback()
+def bench_group() -> None:
+    """Benchmarks on this machine."""
+
+
+@bench.command("layer")
+def bench_layer(
+    shape: Annotated[
+        str, typer.Option(metavar="NAME|E,k,H,I[,S]", help="A layer of a known model, or its sizes.")
+    ] = "qwen3-30b-a3b",
+    weights: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16, bf16, int8, int4 or mxfp4.")] = "f32",
+    tokens: Annotated[str, typer.Option(metavar="N,N,..", help="Token counts.")] = "1,4,16,64,256,1024",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of every engine. Default: all usable.", show_default=False)
+    ] = None,
+    versus: Annotated[str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm.")] = "ort",
+    skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' popularity; 0: uniform.")] = 0.0,
+    block: Annotated[
+        int | None, typer.Option(help="Weights that share a scale; 0: a row. Default: 32.", show_default=False)
+    ] = None,
+    accuracy_level: Annotated[
+        int | None,
+        typer.Option(help="Activations of quantised weights: 0 floats, 4 int8. Default: 4.", show_default=False),
+    ] = None,
+    zero_points: Annotated[bool, typer.Option("--zero-points", help="int8 and int4 weights with zero points.")] = False,
+    activations: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16 or bf16, for HinaMoE.")] = "f32",
+    repeats: Annotated[int, typer.Option(help="Turns of each engine; long ones are fewer.")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot as PNG.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Time one MoE layer of random weights against other runtimes, and against what this machine can do.
+
+    Results are compared before anything is timed. Exit codes: 0 timed, 2 wrong usage, 1 results differ, or any other
+    error.
+    """
+    from hina_ort.bench.command import run_layer
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors(), _progress(shown=not quiet) as progress:
+        result = run_layer(
+            shape=shape,
+            weights=weights,
+            tokens=tokens,
+            threads=threads,
+            versus=versus,
+            skew=skew,
+            block=block,
+            accuracy_level=accuracy_level,
+            zero_points=zero_points,
+            activations=activations,
+            repeats=repeats,
+            json_file=json_file,
+            plot_file=plot_file,
+            progress=progress,
+        )
+    if not quiet:
+        from rich.console import Console
+
+        from hina_ort.bench.show import show_layer
+
+        show_layer(result, Console())

@@ -7,7 +7,7 @@ import ctypes
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ _VIEWS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run: the sizes given to symbolic axes, and the output that differs most, by relative L2 norm."""
+    """One run: the sizes given to symbolic axes, the output that differs most by relative L2 norm, and all outputs."""
 
     sizes: dict[str, int]
     output: str
     relative_l2: float
+    outputs: dict[str, float] = field(default_factory=dict)
 
 
 class CheckError(Exception):
@@ -104,8 +105,9 @@ def compare_models(
         inputs, sizes = random_inputs(one.session.get_inputs(), limits, random)
         names = [output.name for output in one.session.get_outputs()]
         pairs = zip(names, one.run(names, inputs), other.run(names, inputs), strict=True)
-        worst = max(((relative_l2(a, b), name) for name, a, b in pairs), key=lambda pair: pair[0])
-        results.append(Comparison(sizes, worst[1], worst[0]))
+        outputs = {name: relative_l2(a, b) for name, a, b in pairs}
+        worst = max(outputs, key=lambda name: outputs[name])
+        results.append(Comparison(sizes, worst, outputs[worst], outputs))
         if progress is not None:
             progress("checking", run + 1, runs)
     return results

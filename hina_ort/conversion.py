@@ -1,14 +1,15 @@
-"""Convert a model: fuse its Mixture-of-Experts blocks, check the result if asked, write it, and say what happened."""
+"""Convert a model: fuse its Mixture-of-Experts blocks, give weights another type, check the result, and write it."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import onnx_ir as ir
 from graph_passes import external_data
 from graph_passes.external_data import ModelFileError
 from graph_passes.matchers.match import Miss
+from graph_passes.moe_node import is_hina_moe
 from graph_passes.pipeline import FusedBlock, fuse_model
+from graph_passes.quantize.rewrite import convert_weights
 from graph_passes.staging import publish, restored_on_error, staging_folder
 from hina_ort.comparison import CheckError, Comparison, compare_models
-from hina_ort.weights import LayerBytes, is_hina_moe, weights_by_layer
+from hina_ort.weight_options import weight_types
+from hina_ort.weights import LayerBytes, NodeWeights, weights_by_layer
 
 MODEL_NAME = "model.onnx"
 RTOL = 1e-5
@@ -38,7 +42,8 @@ class ConversionReport:
     """What `convert` found and did. `written` is None when nothing was written; bytes are those of files.
 
     Blocks that were `proven` are `fused` unless another was refused. `bytes_after` is None unless a model was
-    written; `already_fused` counts HinaMoE nodes that SRC held before.
+    written; `already_fused` counts HinaMoE nodes that SRC held before. `weights` has the nodes whose weights were
+    converted, or on a dry run would be; it is empty when that was not asked for.
     """
 
     source: str
@@ -52,9 +57,20 @@ class ConversionReport:
     bytes_before: int
     bytes_after: int | None
     layers: list[LayerBytes]
+    weights: list[NodeWeights]
     checks: list[Comparison]
     seconds: float
     peak_rss_bytes: int
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether the outputs of DST have to be those of SRC, so that a check can fail.
+
+        They have not when weights or activations lost precision. Nor when HinaMoE nodes of SRC have other types now:
+        they were not proven in this conversion, and how far another type's rounding moves them was not measured.
+        """
+        retyped = any(node.projections for node in self.weights)
+        return all(node.exact for node in self.weights) and not (self.already_fused and retyped)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are documented in docs/cli.md."""
@@ -81,6 +97,7 @@ class ConversionReport:
             "bytes_fused": sum(layer.bytes_fused for layer in self.layers),
             "bytes_left": sum(layer.bytes_left for layer in self.layers),
             "layers": [asdict(layer) for layer in self.layers],
+            "weights": [node.to_dict() for node in self.weights],
             "checks": [asdict(check) for check in self.checks],
             "seconds": self.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
@@ -100,6 +117,11 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
+    weights: str = "keep",
+    block: int | None = None,
+    symmetric: bool = False,
+    shared_weights: str | None = None,
+    accuracy_level: int | None = None,
     dry_run: bool = False,
     check: int = 0,
     rtol: float = RTOL,
@@ -111,17 +133,29 @@ def convert(
 
     A folder is converted into a folder; its tokenizer and configuration files are copied along. Each block is proven
     to agree within `rtol` (relative L2) before it is replaced; `check` whole-model runs on random inputs are compared
-    too. Nothing is written on a dry run, when nothing is fused, or when a block was refused and `partial` is false.
-    An error or an interrupt leaves no half-written file.
+    too. Nothing is written on a dry run, when there is nothing to do, or when a block was refused and `partial` is
+    false. An error or an interrupt leaves no half-written file.
+
+    `weights` is what the experts' projections become, in blocks that were fused now or before: keep, f32, f16, bf16,
+    int8, int4 or mxfp4; `shared_weights` that of shared experts (default: the same). `block` is the number of weights
+    of int8 and int4 that share a scale: 16, 32, 64, 128 or 256, or 0 for one scale per row (default: 32 with int4, 0
+    with int8). `symmetric` leaves out their zero points. `accuracy_level` 4 lets nodes with quantised weights take
+    activations as int8, 0 as floats (default: unchanged, 0 in new nodes). When weights or activations lose precision,
+    `check` reports differences but allows them, unless an output is not finite any more.
 
     Raises UsageError for contradicting arguments, ModelFileError for a model that cannot be read, FileExistsError
-    when `dst` exists and `overwrite` is false, CheckError when a check fails, OSError when `dst` cannot be written.
+    when `dst` exists and `overwrite` is false, WeightError for weights that cannot be converted, CheckError when a
+    check fails, OSError when `dst` cannot be written.
     """
     start = time.perf_counter()
     report_stage = progress or (lambda stage, done, total: None)
     paths = _resolve(Path(src), Path(dst), overwrite)
     if check < 0 or not 0 < rtol < 1:
         raise UsageError(f"check is {check} and rtol is {rtol}, expected check >= 0 and 0 < rtol < 1")
+    try:
+        types = weight_types(weights, block, symmetric, shared_weights, accuracy_level)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
     report_stage("reading", 0, 1)
     model = external_data.load(paths.source)
@@ -133,22 +167,15 @@ def convert(
     report_stage("reading", 1, 1)
 
     fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage)
-    layers = weights_by_layer(model)
-    checks: list[Comparison] = []
-    write = fusion.applied and not dry_run
-    bytes_after = None
-    if write:
-        with _target(paths) as target:
-            external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
-            bytes_after = _file_bytes(target, external_files(external_data.load(target)))
-            if paths.folder is not None:
-                _copy_side_files(paths.source, target.parent, data_files)
-            if check:
-                checks = compare_models(paths.source, target, check, report_stage)
-                _require_agreement(checks, fusion.fused, rtol)
-    return ConversionReport(
+    stopped = bool(fusion.refused) and not partial
+    changes = [] if types.keep_all or stopped else convert_weights(model, types, report_stage)
+    if accuracy_level == 4 and changes and not any(change.accuracy_level == 4 for change in changes):
+        raise UsageError(
+            f"accuracy_level is for quantised weights, and {src} has none; add weights int8, int4 or mxfp4"
+        )
+    report = ConversionReport(
         source=str(src),
-        written=str(dst) if write else None,
+        written=None,
         proven=fusion.found,
         fused=fusion.fused,
         refused=fusion.refused,
@@ -156,9 +183,26 @@ def convert(
         nodes_before=fusion.nodes_before,
         nodes_after=fusion.nodes_after,
         bytes_before=bytes_before,
-        bytes_after=bytes_after,
-        layers=layers,
-        checks=checks,
+        bytes_after=None,
+        layers=weights_by_layer(model),
+        weights=[NodeWeights.of(change) for change in changes],
+        checks=[],
+        seconds=0.0,
+        peak_rss_bytes=0,
+    )
+    if (fusion.applied or changes) and not dry_run:
+        with _target(paths) as target:
+            external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
+            bytes_after = _file_bytes(target, external_files(external_data.load(target)))
+            saved = [NodeWeights.of(change) for change in changes]  # errors are known now
+            report = replace(report, written=str(dst), bytes_after=bytes_after, weights=saved)
+            if paths.folder is not None:
+                _copy_side_files(paths.source, target.parent, data_files)
+            if check:
+                report = replace(report, checks=compare_models(paths.source, target, check, report_stage))
+                _require_agreement(report, rtol)
+    return replace(
+        report,
         seconds=time.perf_counter() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
@@ -230,14 +274,22 @@ def _file_bytes(model: Path, data_files: set[Path]) -> int:
     return model.stat().st_size + sum(path.stat().st_size for path in data_files)
 
 
-def _require_agreement(checks: list[Comparison], fused: list[FusedBlock], rtol: float) -> None:
+def _require_agreement(report: ConversionReport, rtol: float) -> None:
     """Raise CheckError unless the outputs agree.
 
     Original and fused block each lie within what the probe measured of the exact result, so a block may move the
-    output by twice that, or by `rtol`; the blocks add up.
+    output by twice that, or by `rtol`; the blocks add up. Where precision was lost, outputs need only be finite where
+    they were.
     """
-    tolerance = sum(max(rtol, 2 * block.worst_relative_l2) for block in fused)
-    worst = max(checks, key=lambda check: check.relative_l2)
+    worst = max(report.checks, key=lambda check: check.relative_l2)
+    if not report.must_agree:
+        if math.isinf(worst.relative_l2):
+            raise CheckError(
+                f"the converted model breaks output {worst.output}, which is not finite where it was, or not zero; "
+                "nothing was kept, try other weights"
+            )
+        return
+    tolerance = sum(max(rtol, 2 * block.worst_relative_l2) for block in report.fused)
     if not worst.relative_l2 <= tolerance:
         raise CheckError(
             f"the fused model differs from the original: output {worst.output}, relative L2 {worst.relative_l2:.3g}, "

@@ -11,11 +11,10 @@ import onnx_ir as ir
 
 from graph_passes import external_data
 from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.moe_spec import FIELDS, ROUTER_INPUTS, MoeSpec
-from graph_passes.op_schema import INPUTS
+from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
+from graph_passes.moe_spec import MoeSpec
 from graph_passes.pipeline import find_blocks
 from hina_ort.conversion import find_model
-from hina_ort.weights import is_hina_moe
 
 
 @dataclass(frozen=True)
@@ -65,45 +64,12 @@ def inspect_model(path: str | os.PathLike[str]) -> Inspection:
     return Inspection(str(source), len(nodes), sum(c.nbytes for c in constants if c is not None), blocks)
 
 
-def spec_of_node(node: ir.Node) -> MoeSpec:
-    """Read a HinaMoE node back into the spec that it says.
-
-    Raises ValueError when its attributes or weights do not make one.
-    """
-    values = {name: attribute.value for name, attribute in node.attributes.items()}
-    shapes = {name: tensors[0].shape.numpy() for name, tensors in _weights(node).items()}
-    if "down_proj" not in shapes:
-        raise ValueError("its weight_inputs name no down_proj")
-    down, shared = shapes["down_proj"], shapes.get("shared_down_proj")
-    present = {item.name for item, value in zip(INPUTS, node.inputs, strict=False) if value is not None}
-    return MoeSpec.from_attributes(
-        values,
-        hidden_size=int(down[-2]),
-        intermediate_size=int(down[-1]),
-        shared_intermediate_size=int(shared[-1]) if shared else 0,
-        router_input=next((name for name in ROUTER_INPUTS if name in present), "none"),
-    )
-
-
-def _weights(node: ir.Node) -> dict[str, list[ir.TensorProtocol]]:
-    """Weight tensors of a HinaMoE node by field, in the order of its experts."""
-    values = {name: attribute.value for name, attribute in node.attributes.items()}
-    stacked, experts = values.get("experts_stacked", 1), int(values.get("num_experts", 1))
-    left = [v.const_value for v in node.inputs[len(INPUTS) :] if v is not None and v.const_value is not None]
-    fields: dict[str, list[ir.TensorProtocol]] = {}
-    for name in str(values.get("weight_inputs", "")).split():
-        count = 1 if stacked or (name in FIELDS and FIELDS[name].shared) else experts
-        if len(left) < count:
-            raise ValueError(f"it lacks weights of {name}")
-        fields[name], left = left[:count], left[count:]
-    return fields
-
-
 def _fused(node: ir.Node) -> Block:
     name = node.name or "HinaMoE without a name"
     try:
-        size = sum(tensor.nbytes for tensors in _weights(node).values() for tensor in tensors)
-        return Block(name, "fused", spec=spec_of_node(node), bytes=size)
+        tensors = [value.const_value for values in weights_of(node).values() for value in values]
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return Block(name, "fused", spec=spec_of(node), bytes=size)
     except ValueError as error:
         return Block(name, "refused", reason=f"this HinaMoE node is not valid: {error}")
 

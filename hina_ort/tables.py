@@ -11,6 +11,7 @@ from rich.table import Table
 from graph_passes.pipeline import FusedBlock
 from hina_ort.conversion import ConversionReport
 from hina_ort.inspection import Inspection
+from hina_ort.weights import NodeWeights
 
 
 def size(count: int | float | None) -> str:
@@ -38,13 +39,12 @@ def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
     for miss in report.refused:
         console.print(f"[yellow]not fused[/] {escape(miss.name)}: {escape(miss.reason)}", highlight=False)
     _show_layers(console, report)
+    _show_weights(console, report.weights)
     table = Table("", "before", "after")
     table.add_row("nodes", str(report.nodes_before), str(report.nodes_after))
     table.add_row("bytes on disk", size(report.bytes_before), size(report.bytes_after))
     console.print(table)
-    if report.checks:
-        worst = max(check.relative_l2 for check in report.checks)
-        console.print(f"checked on {len(report.checks)} random inputs: worst relative L2 {worst:.1e}")
+    _show_checks(console, report)
     console.print(f"{report.seconds:.1f} s, peak memory {size(report.peak_rss_bytes)}", highlight=False)
     console.print(_outcome(report, dry_run), highlight=False, soft_wrap=True)
 
@@ -67,15 +67,52 @@ def _show_layers(console: Console, report: ConversionReport) -> None:
     console.print(table)
 
 
+def _show_weights(console: Console, nodes: list[NodeWeights]) -> None:
+    """Print what became of the weights of each layer; errors are missing on a dry run."""
+    if not any(node.projections for node in nodes):
+        return
+    table = Table("layer", "before", "after", "worst relative L2", "projections", title="Converted weights")
+    for node in nodes:
+        total = node.to_dict()
+        parts = (f"{p.name} {p.after} {_error(p.relative_l2)}".rstrip(" -") for p in node.projections)
+        cells = (size(total["bytes_before"]), size(total["bytes_after"]), _error(node.worst_relative_l2))
+        table.add_row(escape(node.layer), *cells, escape("\n".join(parts)))
+    console.print(table)
+
+
+def _error(relative_l2: float | None) -> str:
+    return "-" if relative_l2 is None else f"{relative_l2:.1e}"
+
+
+def _show_checks(console: Console, report: ConversionReport) -> None:
+    """Print how far the outputs are apart: the worst, or where nothing was demanded the worst of each output."""
+    if not report.checks:
+        return
+    worst = max(check.relative_l2 for check in report.checks)
+    text = f"checked on {len(report.checks)} random inputs: worst relative L2 {worst:.1e}"
+    if report.must_agree:
+        console.print(text)
+        return
+    console.print(f"{text}; not held to --rtol, as weights have other types now", soft_wrap=True)
+    table = Table("output", "relative L2")
+    for name in report.checks[0].outputs:
+        table.add_row(escape(name), f"{max(check.outputs[name] for check in report.checks):.1e}")
+    console.print(table)
+
+
 def _outcome(report: ConversionReport, dry_run: bool) -> str:
     if report.written:
         return f"wrote {escape(report.written)}"
     if report.refused and report.proven and not report.fused:
         return "nothing was written, because a block was refused; --partial fuses the rest"
-    if not (report.proven or report.refused):
+    if not (report.proven or report.refused or report.weights):
         already = f"; it holds {report.already_fused} HinaMoE nodes already" if report.already_fused else ""
         return f"nothing was written: no MoE block to fuse in {escape(report.source)}{already}"
-    return "nothing was written: this was a dry run" if dry_run and report.fused else "nothing was written"
+    return (
+        "nothing was written: this was a dry run"
+        if dry_run and (report.fused or report.weights)
+        else "nothing was written"
+    )
 
 
 def show_inspection(found: Inspection) -> None:

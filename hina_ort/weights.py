@@ -1,13 +1,15 @@
-"""Where the bytes of a model lie: under a HinaMoE node or not, layer by layer."""
+"""Where the bytes of a model lie, under a HinaMoE node or not, layer by layer, and what a conversion made of them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import onnx_ir as ir
 
-from graph_passes.op_schema import DOMAIN, OP_TYPE
+from graph_passes.moe_node import is_hina_moe
+from graph_passes.quantize.rewrite import NodeChange
 
 _LAYER = re.compile(r"(?:layers|layer|blocks|block|h)[._/](\d+)(?!\d)")
 _SCOPE_KEYS = ("namespace", "pkg.torch.onnx.name_scopes")
@@ -23,9 +25,60 @@ class LayerBytes:
     bytes_left: int
 
 
-def is_hina_moe(node: ir.Node) -> bool:
-    """Whether `node` is a HinaMoE node."""
-    return node.domain == DOMAIN and node.op_type == OP_TYPE
+@dataclass(frozen=True)
+class ProjectionWeights:
+    """A projection whose weights were converted: types or formats, bytes (scales and zero points too), and error.
+
+    `relative_l2` is sqrt(sum (w - new w)^2 / sum w^2) over all experts, None when no model was written.
+    """
+
+    name: str
+    before: str
+    after: str
+    bytes_before: int
+    bytes_after: int
+    relative_l2: float | None
+
+
+@dataclass(frozen=True)
+class NodeWeights:
+    """A HinaMoE node whose weights were to be converted; `projections` holds those that had another type before."""
+
+    node: str
+    layer: str
+    accuracy_level_before: int
+    accuracy_level: int
+    projections: list[ProjectionWeights]
+
+    @classmethod
+    def of(cls, change: NodeChange) -> NodeWeights:
+        """What `convert_weights` did to a node."""
+        projections = [
+            ProjectionWeights(name, c.before, c.after, c.bytes_before, c.bytes_after, c.relative_l2)
+            for name, c in change.projections.items()
+        ]
+        name, levels = str(change.node.name), (change.accuracy_level_before, change.accuracy_level)
+        return cls(name, layer_of(change.node), *levels, projections)
+
+    @property
+    def worst_relative_l2(self) -> float | None:
+        """The largest error of a projection."""
+        return max((p.relative_l2 for p in self.projections if p.relative_l2 is not None), default=None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the node computes what it did before, up to the rounding of its arithmetic."""
+        lowered = self.accuracy_level == 4 != self.accuracy_level_before
+        return not self.worst_relative_l2 and not lowered
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        totals = {
+            "bytes_before": sum(p.bytes_before for p in self.projections),
+            "bytes_after": sum(p.bytes_after for p in self.projections),
+            "worst_relative_l2": self.worst_relative_l2,
+        }
+        return asdict(self) | totals
 
 
 def layer_of(node: ir.Node) -> str:

@@ -5,7 +5,6 @@ Every test of the op goes through this module, so that a spec, its tensors and i
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,27 +21,15 @@ from graph_passes import reference
 from graph_passes.moe_spec import FIELDS, MoeSpec
 from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE, OPSET_VERSION
 from hina_ort import get_library_path
+from tests import quantised
+from tests.tensors import ONNX_TYPES, from_ort, make_tensor, numpy_type, to_ort
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ONNX_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-    "float64": TensorProto.DOUBLE,
-    "int64": TensorProto.INT64,
-    "int32": TensorProto.INT32,
-    "int8": TensorProto.INT8,
-}
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST_STEP = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 Tensors = dict[str, np.ndarray]
-
-
-def numpy_type(name: str) -> np.dtype:
-    """The numpy dtype called `name`; bfloat16 is that of ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def make_spec(
@@ -57,20 +44,28 @@ def make_spec(
     shared_mlp: str = "split",
     shared_bias: bool = False,
     shared_expert_gate: bool = False,
+    formats: Mapping[str, str] | None = None,
+    zero_points: bool = False,
     **fields: Any,
 ) -> MoeSpec:
-    """A MoeSpec whose `weight_inputs` follow from `mlp`: "split" (gate, up), "fused" (gate_up) or "plain" (up)."""
+    """A MoeSpec whose `weight_inputs` follow from `mlp`: "split" (gate, up), "fused" (gate_up) or "plain" (up).
+
+    `formats` are those of the quantised projections, as in {"gate_proj": "int4:32"}; names that the spec lacks are left
+    out. With `zero_points` they have those too, except mxfp4.
+    """
     names = _mlp_fields("", mlp, bias)
     if shared_intermediate_size:
         names += _mlp_fields("shared_", shared_mlp, shared_bias)
         if shared_expert_gate:
             names.append("shared_expert_gate")
+    formats = {name: form for name, form in (formats or {}).items() if name in names}
     return MoeSpec(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_experts=num_experts,
         top_k=top_k,
-        weight_inputs=tuple(names),
+        weight_inputs=tuple(quantised.with_parts(names, formats, zero_points)),
+        weight_formats=tuple(f"{name}={form}" for name, form in formats.items()),
         shared_intermediate_size=shared_intermediate_size,
         **fields,
     )
@@ -113,8 +108,9 @@ def random_node(
 ) -> Node:
     """Normal weights scaled by 1/sqrt(K), so that every intermediate value is of order one.
 
-    `types` gives the type of a field or constant input where it is not `activation_type`. The correction bias is
-    positive when it takes part in mixing, so that a norm over mixing weights is not a difference of near equals.
+    `types` gives the type of a field or constant input where it is not `activation_type`, and the types of quantised
+    tensors as `quantised.random_parts` has them. The correction bias is positive when it takes part in mixing, so that
+    a norm over mixing weights is not a difference of near equals.
     """
     types = types or {}
     sizes = {"E": spec.num_experts, "H": spec.hidden_size}
@@ -128,7 +124,11 @@ def random_node(
             if item.name == "e_score_correction_bias" and spec.mixing_source == "selection":
                 value = np.abs(value)
             node.constants[item.name] = value.astype(numpy_type(types.get(item.name, activation_type)))
+    for name in spec.formats:
+        node.weights |= quantised.random_parts(spec, name, rng, types)
     for name in spec.weight_inputs:
+        if name in node.weights:
+            continue
         shape = spec.field_shape(name)
         value = rng.standard_normal(shape if FIELDS[name].shared else (spec.num_experts, *shape))
         scale = 1.0 / math.sqrt(shape[1]) if len(shape) == 2 else 0.2
@@ -208,11 +208,6 @@ def router_logits(node: Node, feeds: Tensors) -> np.ndarray:
     return logits + node.constants.get("router_bias", np.zeros(spec.num_experts)).astype(np.float64)
 
 
-def make_tensor(name: str, value: np.ndarray) -> TensorProto:
-    """An initializer with raw data."""
-    return helper.make_tensor(name, ONNX_TYPES[value.dtype.name], value.shape, value.tobytes(), raw=True)
-
-
 def make_node(node: Node, *, tokens_per_expert: bool = False) -> NodeProto:
     """The node alone; value names are those of the inputs and of `Node.initializers`."""
     dynamic = {"hidden_states", node.spec.router_input}
@@ -232,8 +227,12 @@ def make_model(
     router_type: str | None = None,
     index_type: str = "int64",
     tokens_per_expert: bool = False,
+    initializers: Sequence[TensorProto] | None = None,
 ) -> ModelProto:
-    """The node as a model: its graph inputs are the non-constant inputs, `leading` their leading axes."""
+    """The node as a model: its graph inputs are the non-constant inputs, `leading` their leading axes.
+
+    `initializers` take the place of the node's own where those are too large to be copied.
+    """
     spec = node.spec
     router = ONNX_TYPES[router_type or node.activation_type]
     inputs = [("hidden_states", ONNX_TYPES[node.activation_type], spec.hidden_size)]
@@ -249,30 +248,10 @@ def make_model(
         "moe",
         [helper.make_tensor_value_info(name, kind, [*leading, size]) for name, kind, size in inputs],
         outputs,
-        [make_tensor(name, value) for name, value in node.initializers().items()],
+        initializers or [make_tensor(name, value) for name, value in node.initializers().items()],
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, OPSET_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
-
-
-def save_external(model: ModelProto, path: Path, *, alignment: int = 4096, offset: int = 0) -> None:
-    """Write `model` to `path`, initializers to `path`.data, each `offset` bytes behind a multiple of `alignment`."""
-    external = ModelProto()
-    external.CopyFrom(model)
-    with path.with_name(path.name + ".data").open("wb") as data:
-        for tensor in external.graph.initializer:
-            data.seek(-(-data.tell() // alignment) * alignment + offset)
-            make_external(tensor, path.name + ".data", data.tell(), len(tensor.raw_data))
-            data.write(tensor.raw_data)
-            tensor.ClearField("raw_data")
-    path.write_bytes(external.SerializeToString())
-
-
-def make_external(tensor: TensorProto, location: str, offset: int, length: int) -> None:
-    """Say that the data of `tensor` lies in the file `location`."""
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, value in {"location": location, "offset": offset, "length": length}.items():
-        tensor.external_data.add(key=key, value=str(value))
 
 
 def make_session(
@@ -292,38 +271,35 @@ def make_session(
 def run(session: ort.InferenceSession, feeds: Tensors) -> Tensors:
     """Outputs by name. Goes through OrtValue because numpy has no bfloat16 that ONNX Runtime knows."""
     names = [output.name for output in session.get_outputs()]
-    values = {name: _to_ort(value) for name, value in feeds.items()}
-    return dict(zip(names, map(_from_ort, session.run_with_ort_values(names, values)), strict=True))
-
-
-def misaligned(value: np.ndarray) -> np.ndarray:
-    """The same array one byte off its natural address: ONNX Runtime hands such memory to the op as it is."""
-    memory = np.empty(value.nbytes + value.itemsize + 1, np.uint8)
-    start = 1 + (-memory.ctypes.data) % value.itemsize
-    moved = memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
-    moved[...] = value
-    return moved
-
-
-def _to_ort(value: np.ndarray) -> ort.OrtValue:
-    value = value if value.flags.c_contiguous else np.ascontiguousarray(value)
-    if value.dtype.name == "bfloat16":
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value.view(np.uint16), TensorProto.BFLOAT16)
-    return ort.OrtValue.ortvalue_from_numpy(value)
-
-
-def _from_ort(value: ort.OrtValue) -> np.ndarray:
-    if value.element_type() != TensorProto.BFLOAT16:
-        return value.numpy()
-    result = np.empty(value.shape(), ml_dtypes.bfloat16)
-    if result.size:
-        ctypes.memmove(result.ctypes.data, value.data_ptr(), result.nbytes)
-    return result
+    values = {name: to_ort(value) for name, value in feeds.items()}
+    return dict(zip(names, map(from_ort, session.run_with_ort_values(names, values)), strict=True))
 
 
 def expected(node: Node, feeds: Tensors) -> tuple[np.ndarray, np.ndarray]:
-    """Output and tokens_per_expert of the float64 reference."""
-    return reference.hina_moe(node.spec, feeds["hidden_states"], node.weights, **_other(feeds), **node.constants)
+    """Output and tokens_per_expert in float64, with int8 activations where the node says so."""
+    output, counts, _ = _oracle(node, feeds)
+    return output, counts
+
+
+def _oracle(node: Node, feeds: Tensors) -> tuple[np.ndarray, np.ndarray, float]:
+    """And an absolute bound, in L2, of what rounding does to int8 activations."""
+    spec, hidden = node.spec, feeds["hidden_states"]
+    if spec.accuracy_level < 4 or not spec.formats:
+        return *reference.hina_moe(spec, hidden, node.weights, **_other(feeds), **node.constants), 0.0
+    x = hidden.reshape(-1, spec.hidden_size)
+    if spec.router_input == "topk_ids":
+        ids = feeds["topk_ids"].astype(np.int64).reshape(-1, spec.top_k)
+        mixing = feeds["topk_weights"].astype(np.float64).reshape(-1, spec.top_k)
+    else:
+        correction = node.constants.get("e_score_correction_bias")
+        ids, mixing = reference.route(spec, router_logits(node, feeds), correction)
+    shared_mixing = np.ones((len(x), 1))
+    if (gate := node.weights.get("shared_expert_gate")) is not None:
+        with np.errstate(all="ignore"):
+            shared_mixing = reference.sigmoid(x.astype(np.float64) @ gate.astype(np.float64).T)
+    output, bound = quantised.int8_layer(spec, x, ids, mixing, node.weights, shared_mixing)
+    counts = np.bincount(ids.ravel(), minlength=spec.num_experts).astype(np.int64)
+    return output.reshape(hidden.shape), counts, float(np.linalg.norm(bound[np.isfinite(output)]))
 
 
 def _other(feeds: Tensors) -> Tensors:
@@ -338,15 +314,25 @@ def tolerance(node: Node) -> float:
     router and first projection (both H long), down projection (I long), shared expert (S long), sum over k experts;
     exp, division and the products between them add a few u more, counted as eight. A factor of four stands between
     the typical and the worst of many drawn cases. Intermediate values are float32, so the activation type enters once,
-    when the output is rounded to it: at most u of that type for each element, hence also in the L2 norm.
+    when the output is rounded to it: at most u of that type for each element, hence also in the L2 norm. A quantised
+    weight is rounded twice on the way to float32, or not at all where activations are int8: 2 u for each projection.
+
+    Plain bfloat16 weights beside bfloat16 activations get all their tokens in bfloat16 where the CPU multiplies it:
+    FC2's inputs are rounded too, and FC1's, for gate and for up, where mixing weights multiply them.
     """
     spec = node.spec
     lengths = (spec.hidden_size, spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size, spec.top_k)
-    return 4.0 * 2.0**-24 * (8.0 + sum(map(math.sqrt, lengths))) + UNIT_ROUNDOFF[node.activation_type]
+    roundings = 8.0 + 6.0 * bool(spec.formats) + sum(map(math.sqrt, lengths))
+    outer = 1
+    if node.activation_type == "bfloat16":
+        narrow = [n for n in spec.projections if any(part.dtype == ml_dtypes.bfloat16 for part in node.weights[n])]
+        outer += any("down" in name for name in narrow)
+        outer += 2 * (spec.apply_weights_to == "input" and any("up" in name or "gate" in name for name in narrow))
+    return 4.0 * 2.0**-24 * roundings + outer * UNIT_ROUNDOFF[node.activation_type]
 
 
-def assert_close(node: Node, got: np.ndarray, want: np.ndarray) -> None:
-    """Shapes and types equal, NaN and infinities in the same places, the rest within `tolerance` in L2.
+def assert_close(node: Node, got: np.ndarray, want: np.ndarray, slack: float = 0.0) -> None:
+    """Shapes and types equal, NaN and infinities in the same places, the rest within `tolerance` in L2, plus `slack`.
 
     Elements below the normal range of the output type round to a fixed step, which is allowed for on top.
     """
@@ -359,18 +345,24 @@ def assert_close(node: Node, got: np.ndarray, want: np.ndarray) -> None:
     finite = np.isfinite(want)
     error = float(np.linalg.norm(found[finite] - want[finite]))
     norm = float(np.linalg.norm(want[finite]))
-    allowed = tolerance(node) * norm + SMALLEST_STEP[node.activation_type] * math.sqrt(want.size)
+    allowed = tolerance(node) * norm + SMALLEST_STEP[node.activation_type] * math.sqrt(want.size) + slack
     assert error <= allowed, (
-        f"relative L2 error {error / norm if norm else math.inf:.3g}, tolerance {tolerance(node):.3g}: "
-        f"{node.activation_type}, {node.spec.summary()}"
+        f"relative L2 error {error / norm if norm else math.inf:.3g}, allowed "
+        f"{allowed / norm if norm else math.inf:.3g}: {node.activation_type}, {node.spec.summary()}"
     )
+
+
+def assert_right(node: Node, feeds: Tensors, outputs: Tensors) -> None:
+    """`outputs` of a run equal the oracle's."""
+    output, counts, slack = _oracle(node, feeds)
+    assert_close(node, outputs["output"], output, slack)
+    if "tokens_per_expert" in outputs:
+        np.testing.assert_array_equal(outputs["tokens_per_expert"], counts)
 
 
 def check(node: Node, feeds: Tensors, *, threads: int = 1, **model_options: Any) -> Tensors:
     """Run the node with `feeds`, compare output and tokens_per_expert with the reference, return the outputs."""
     model = make_model(node, tokens_per_expert=True, **model_options)
     outputs = run(make_session(model, threads), feeds)
-    output, counts = expected(node, feeds)
-    assert_close(node, outputs["output"], output)
-    np.testing.assert_array_equal(outputs["tokens_per_expert"], counts)
+    assert_right(node, feeds, outputs)
     return outputs

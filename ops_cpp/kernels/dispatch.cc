@@ -2,47 +2,54 @@
 
 #include <cstddef>
 
+#ifdef HINA_X86_KERNELS
+#define HINA_X86(...) , __VA_ARGS__
+#else
+#define HINA_X86(...)
+#endif
+
 namespace hina {
 namespace {
 
-template <typename Kernel, size_t n>
-void append(std::vector<Kernel>& all, const Kernel (&table)[n]) {
-  for (const Kernel& kernel : table) all.push_back(kernel);
+template <typename Kernel, size_t... n>
+std::vector<Kernel> join(const Kernel (&... tables)[n]) {
+  std::vector<Kernel> all;
+  const auto append = [&](const auto& table) {
+    for (const Kernel& kernel : table) all.push_back(kernel);
+  };
+  (append(tables), ...);
+  return all;
 }
 
 }  // namespace
 
-std::vector<DotKernel> dot_kernels() {
-  std::vector<DotKernel> all;
-  append(all, kDotPortable);
-#ifdef HINA_AVX2_KERNELS
-  append(all, kDotAvx2);
-#endif
-  return all;
+std::vector<DotKernel> dot_kernels() { return join(kDotPortable HINA_X86(kDotAvx2, kDotAvx512, kDotAvx512Bf16)); }
+
+std::vector<QDotKernel> qdot_kernels() { return join(kQDotPortable HINA_X86(kQDotAvx2, kQDotAvx512Vnni)); }
+
+std::vector<DequantiseKernel> dequantise_kernels() {
+  return join(kDequantisePortable HINA_X86(kDequantiseAvx2, kDequantiseAvx512));
 }
 
-std::vector<ConvertKernel> convert_kernels() {
-  std::vector<ConvertKernel> all;
-  append(all, kConvertPortable);
-#ifdef HINA_AVX2_KERNELS
-  append(all, kConvertAvx2);
-#endif
-  return all;
-}
+std::vector<ConvertKernel> convert_kernels() { return join(kConvertPortable HINA_X86(kConvertAvx2, kConvertAvx512)); }
 
 std::vector<ActivationKernel> activation_kernels() {
-  std::vector<ActivationKernel> all;
-  append(all, kActivationPortable);
-#ifdef HINA_AVX2_KERNELS
-  append(all, kActivationAvx2);
-#endif
-  return all;
+  return join(kActivationPortable HINA_X86(kActivationAvx2, kActivationAvx512));
 }
 
 KernelSet select_kernels(Isa isa) {
   KernelSet set{};
-  for (const DotKernel& kernel : dot_kernels())
-    if (kernel.isa <= isa) set.dot[static_cast<int>(kernel.weight_type)] = kernel.fn;
+  for (const DotKernel& kernel : dot_kernels()) {
+    if (kernel.isa > isa) continue;
+    if (kernel.token_type == DataType::kFloat32)
+      set.dot[static_cast<int>(kernel.weight_type)] = kernel.fn;
+    else
+      set.dot_bfloat16 = kernel.fn;
+  }
+  for (const QDotKernel& kernel : qdot_kernels())
+    if (kernel.isa <= isa) set.qdot[static_cast<int>(kernel.format)] = kernel;
+  for (const DequantiseKernel& kernel : dequantise_kernels())
+    if (kernel.isa <= isa) set.dequantise[static_cast<int>(kernel.format)] = kernel.fn;
   for (const ConvertKernel& kernel : convert_kernels()) {
     if (kernel.isa > isa) continue;
     set.widen[static_cast<int>(kernel.type)] = kernel.widen;
@@ -56,7 +63,7 @@ KernelSet select_kernels(Isa isa) {
 const char* dot_kernel_name(Isa isa, DataType type) {
   const char* name = nullptr;
   for (const DotKernel& kernel : dot_kernels())
-    if (kernel.isa <= isa && kernel.weight_type == type) name = kernel.name;
+    if (kernel.isa <= isa && kernel.weight_type == type && kernel.token_type == DataType::kFloat32) name = kernel.name;
   return name;
 }
 

@@ -7,8 +7,12 @@
 
 namespace hina {
 
+// Indexed by the enumerations of types.h; the entries of kFloat among the formats are nullptr.
 struct KernelSet {
-  DotFn dot[kDataTypeCount];
+  DotFn dot[kFloatTypeCount];  // by weight type; tokens are float32
+  DotFn dot_bfloat16;          // weights and tokens are bfloat16; nullptr below kAvx512Bf16
+  QDotKernel qdot[kWeightFormatCount];
+  DequantiseFn dequantise[kWeightFormatCount];
   WidenFn widen[kDataTypeCount];
   NarrowFn narrow[kDataTypeCount];
   ActivationFn activation[kActivationCount];
@@ -16,12 +20,14 @@ struct KernelSet {
 
 // All entries of one family, portable first.
 std::vector<DotKernel> dot_kernels();
+std::vector<QDotKernel> qdot_kernels();
+std::vector<DequantiseKernel> dequantise_kernels();
 std::vector<ConvertKernel> convert_kernels();
 std::vector<ActivationKernel> activation_kernels();
 
 KernelSet select_kernels(Isa isa);
 
-// The name of the kernel that `select_kernels` takes for a dot product with weights of `type`.
+// The name of the kernel that `select_kernels` takes for a dot product with plain weights of `type`.
 const char* dot_kernel_name(Isa isa, DataType type);
 
 }  // namespace hina

@@ -4,17 +4,34 @@
 
 #include "kernels/activation/activation.h"
 #include "kernels/convert/convert.h"
+#include "kernels/dequantise/dequantise.h"
 #include "kernels/dot/dot.h"
+#include "kernels/qdot/qdot.h"
 
 namespace hina {
 
-constexpr int kActivationAvx2Count = 2;
+constexpr int kVectorActivations = 2;  // silu and gelu_tanh, the two that need an exponential
+constexpr int kQuantisedFormats = kWeightFormatCount - 1;
 
-extern const DotKernel kDotPortable[kDataTypeCount];
+extern const DotKernel kDotPortable[kFloatTypeCount];
+extern const DotKernel kDotAvx2[kFloatTypeCount];
+extern const DotKernel kDotAvx512[kFloatTypeCount];
+extern const DotKernel kDotAvx512Bf16[1];
+
+extern const QDotKernel kQDotPortable[kQuantisedFormats];
+extern const QDotKernel kQDotAvx2[kQuantisedFormats];
+extern const QDotKernel kQDotAvx512Vnni[kQuantisedFormats];
+
+extern const DequantiseKernel kDequantisePortable[kQuantisedFormats];
+extern const DequantiseKernel kDequantiseAvx2[kQuantisedFormats];
+extern const DequantiseKernel kDequantiseAvx512[kQuantisedFormats];
+
 extern const ConvertKernel kConvertPortable[kDataTypeCount];
-extern const ActivationKernel kActivationPortable[kActivationCount];
-extern const DotKernel kDotAvx2[kDataTypeCount];
 extern const ConvertKernel kConvertAvx2[kDataTypeCount];
-extern const ActivationKernel kActivationAvx2[kActivationAvx2Count];
+extern const ConvertKernel kConvertAvx512[kDataTypeCount];
+
+extern const ActivationKernel kActivationPortable[kActivationCount];
+extern const ActivationKernel kActivationAvx2[kVectorActivations];
+extern const ActivationKernel kActivationAvx512[kVectorActivations];
 
 }  // namespace hina

@@ -3,12 +3,19 @@
 //   prepare  a block of tokens: activations to float32, router logits; whoever finishes the last logits of a block
 //            chooses its experts, and whoever finishes the last block makes the plan. When the tokens make only one
 //            block, the tasks of a router inside the op are blocks of its rows instead.
-//   FC1      (group, block of rows): gate and up rows of one expert for all its tokens, then the activation
+//   FC1      (group, block of rows): gate and up rows of one expert for all its tokens, then the activation; the groups
+//            with the most tokens come first, so that the last tasks are small
 //   FC2      a block of output rows, for ALL groups in ascending order: down rows times what FC1 left, weighted,
 //            added to the output. One task owns an output element: nothing is atomic, the order of the sum is fixed.
 //
 // An FC2 task waits for the FC1 countdown of a group just before it needs it; all FC1 tasks are claimed by then (see
 // Countdown). Kernels see all rows of a block against a chunk of tokens that stays in the L2 cache.
+//
+// Tokens whose weights want them in int8 are quantised once: those of FC1 in `prepare`, those of FC2 where FC1 stores
+// them. A block of FC1 has as many rows as a unit of codes.
+//
+// With few tokens an expert's weights are streamed from memory: then a task is a run of several blocks that lie one
+// after the other, so that what a kernel asks for ahead is mostly its own.
 #include "moe/forward.h"
 
 #include <algorithm>
@@ -16,27 +23,32 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <optional>
 
 #include "moe/blocking.h"
+#include "moe/projection.h"
 #include "moe/routing.h"
 #include "moe/workspace.h"
 
 namespace hina {
 namespace {
 
+constexpr int64_t kTileRow = 2 * kRows;  // what one token leaves in a tile: gate, then up; or down
+
 int64_t size_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
-// One block of rows as a kernel takes them.
-struct RowBlock {
-  const void* rows[kRows];
-  int count;
-  DotFn dot;
+// One kind of expert, routed or shared.
+struct Kind {
+  int64_t size;  // I or S
+  bool gated;
+  int64_t task_rows = 0;  // of each matrix in a task
+  int64_t fc1_tasks = 0;  // of one group
 };
 
 class Layer {
  public:
-  Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace)
-      : p_(params), kernels_(kernels), call_(call), w_(workspace) {
+  Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace, int workers)
+      : p_(params), kernels_(kernels), call_(call), w_(workspace), workers_(workers) {
     x_ = call.type == DataType::kFloat32 ? static_cast<const float*>(call.hidden_states) : w_.x;
     sum_ = call.type == DataType::kFloat32 ? static_cast<float*>(call.output) : w_.sum;
     token_blocks_ = ceil_div(call.tokens, kTokenBlock);
@@ -47,9 +59,8 @@ class Layer {
     for (int64_t g = 0; g <= p_.num_experts; ++g) new (&w_.fc1_left[g]) Countdown;
     blocks_left_.reset(static_cast<int32_t>(token_blocks_));
     unplanned_.reset(1);
-    fc1_blocks_ = ceil_div(p_.intermediate_size, fc1_rows(p_.gated));
-    shared_fc1_blocks_ = ceil_div(p_.shared_intermediate_size, fc1_rows(p_.shared_gated));
-    fc2_tasks_ = ceil_div(p_.hidden_size, kRows);
+    routed_ = {p_.intermediate_size, p_.gated};
+    shared_ = {p_.shared_intermediate_size, p_.shared_gated};
     if (router_rows_ > 1) widen_tokens(0, call_.tokens);
   }
 
@@ -81,6 +92,8 @@ class Layer {
     return call_.topk_ids_are_int64 ? wide : narrow;
   }
 
+  TokenForm form(const Matrix& matrix) const { return token_form(matrix, p_.int8_activations, kernels_, call_.type); }
+
   // --- prepare ---
 
   void widen_tokens(int64_t begin, int64_t end) {
@@ -89,20 +102,31 @@ class Layer {
     kernels_.widen[static_cast<int>(call_.type)](source, w_.x + begin * p_.hidden_size, (end - begin) * p_.hidden_size);
   }
 
+  void quantise_tokens(int64_t begin, int64_t end, int64_t step) {
+    for (int f = 0; f < kTokenFormCount; ++f)
+      for (int64_t t = begin; w_.tokens[f] != nullptr && t < end; t += step)
+        quantise(static_cast<TokenForm>(f), x_ + t * p_.hidden_size, 0, p_.hidden_size, p_.hidden_size,
+                 w_.tokens[f] + t * token_bytes(static_cast<TokenForm>(f), p_.hidden_size, kernels_));
+  }
+
+  void quantise(TokenForm form, const float* x, int64_t from, int64_t to, int64_t k, void* token) const {
+    qdot_of(form, kernels_).quantise(x, from, to, k, unit_of(form), token);
+  }
+
   void prepare(int64_t task, size_t worker) {
     const int64_t block = task / router_rows_, part = task % router_rows_;
     const int64_t begin = block * kTokenBlock, end = std::min(begin + kTokenBlock, call_.tokens);
     if (router_rows_ == 1) widen_tokens(begin, end);
+    quantise_tokens(begin + part, end, router_rows_);
     if (p_.router.input == RouterInput::kWeight) {
       const int64_t first = router_rows_ > 1 ? part * kRows : 0;
       const int64_t last = router_rows_ > 1 ? std::min(first + kRows, p_.num_experts) : p_.num_experts;
-      const float* tokens[kTokenBlock];
+      const void* tokens[kTokenBlock];
       for (int64_t t = begin; t < end; ++t) tokens[t - begin] = x_ + t * p_.hidden_size;
-      for (int64_t row = first; row < last; row += kRows) {
-        const RowBlock rows = row_block(p_.router.weight, row, std::min(row + kRows, last));
-        rows.dot(rows.rows, rows.count, tokens, static_cast<int>(end - begin), p_.hidden_size,
-                 w_.logits + begin * p_.num_experts + row, p_.num_experts);
-      }
+      for (int64_t row = first; row < last; row += kRows)
+        Projection(p_.router.weight, row, std::min(row + kRows, last), p_.hidden_size, TokenForm::kFloat32, end - begin,
+                   kernels_, nullptr)
+            .multiply(tokens, static_cast<int>(end - begin), w_.logits + begin * p_.num_experts + row, p_.num_experts);
     }
     if (!w_.logits_left[block].arrive()) return;
     for (int64_t t = begin; t < end; ++t) choose(t, worker);
@@ -139,10 +163,10 @@ class Layer {
 
   float shared_weight(int64_t token) const {
     if (p_.shared_gate.data == nullptr) return 1.0f;
-    const void* row = p_.shared_gate.data;
-    const float* x = x_ + token * p_.hidden_size;
+    const void* x = x_ + token * p_.hidden_size;
     float logit = 0.0f;
-    kernels_.dot[static_cast<int>(p_.shared_gate.type)](&row, 1, &x, 1, p_.hidden_size, &logit, 1);
+    Projection(p_.shared_gate, 0, 1, p_.hidden_size, TokenForm::kFloat32, 1, kernels_, nullptr)
+        .multiply(&x, 1, &logit, 1);
     return 1.0f / (1.0f + std::exp(-logit));
   }
 
@@ -157,9 +181,10 @@ class Layer {
     }
     make_plan(p_, call_.tokens, w_.ids, w_.weights, w_.shared_weights, w_.plan);
     routed_groups_ = static_cast<int64_t>(w_.plan.active.size()) - (p_.shared_intermediate_size > 0 ? 1 : 0);
-    fc1_tasks_ = routed_groups_ * fc1_blocks_ + shared_fc1_blocks_;
+    order_groups();
+    cut_tasks();
     for (const int32_t g : w_.plan.active)
-      w_.fc1_left[g].reset(static_cast<int32_t>(g == p_.num_experts ? shared_fc1_blocks_ : fc1_blocks_));
+      w_.fc1_left[g].reset(static_cast<int32_t>(g == p_.num_experts ? shared_.fc1_tasks : routed_.fc1_tasks));
     if (call_.tokens_per_expert != nullptr)
       for (int64_t e = 0; e < p_.num_experts; ++e)
         call_.tokens_per_expert[e] += w_.plan.first[e + 1] - w_.plan.first[e];
@@ -167,85 +192,124 @@ class Layer {
 
   // --- experts ---
 
-  RowBlock row_block(const Matrix& matrix, int64_t first, int64_t last) const {
-    RowBlock block;
-    block.count = static_cast<int>(last - first);
-    for (int i = 0; i < block.count; ++i) block.rows[i] = matrix.row(first + i);
-    block.dot = kernels_.dot[static_cast<int>(matrix.type)];
-    return block;
+  int64_t tokens_of(int32_t group) const { return w_.plan.first[group + 1] - w_.plan.first[group]; }
+
+  void order_groups() {
+    std::copy(w_.plan.active.begin(), w_.plan.active.end(), w_.order);
+    if (call_.tokens > 1)
+      std::sort(w_.order, w_.order + routed_groups_, [this](int32_t a, int32_t b) {
+        return tokens_of(a) != tokens_of(b) ? tokens_of(a) > tokens_of(b) : a < b;
+      });
   }
 
-  // With enough tokens to pay for it, 16-bit rows are converted here, once; conversion is exact, so the results do not
-  // depend on it. `room` has space for the block, or is nullptr in a call of few tokens.
-  RowBlock row_block_for(const Matrix& matrix, int64_t first, int64_t last, int64_t k, int64_t tokens,
-                         float* room) const {
-    RowBlock block = row_block(matrix, first, last);
-    if (room == nullptr || matrix.type == DataType::kFloat32 || tokens < kWidenFrom || kRows * k * 4 > kWidenBytes)
-      return block;
-    for (int i = 0; i < block.count; ++i) {
-      kernels_.widen[static_cast<int>(matrix.type)](block.rows[i], room + i * k, k);
-      block.rows[i] = room + i * k;
-    }
-    block.dot = kernels_.dot[static_cast<int>(DataType::kFloat32)];
-    return block;
+  void cut_tasks() {
+    const bool streams = call_.tokens * p_.top_k <= kStreamTokens * routed_groups_;
+    const auto run_of = [&](int64_t blocks) {
+      return streams ? std::clamp<int64_t>(blocks / (kTasksPerWorker * workers_), 1, kMostRun) : 1;
+    };
+    const int64_t routed_blocks = ceil_div(routed_.size, kRows);
+    const int64_t run = run_of(routed_groups_ * routed_blocks);
+    routed_.fc1_tasks = ceil_div(routed_blocks, run);
+    routed_.task_rows = run * kRows;
+    fc1_tasks_ = routed_groups_ * routed_.fc1_tasks;
+    shared_.task_rows = kRows;
+    if (shared_.size > 0) fc1_tasks_ += shared_.fc1_tasks = ceil_div(shared_.size, shared_.task_rows);
+    fc2_task_rows_ = run_of(ceil_div(p_.hidden_size, kRows)) * kRows;
+    fc2_tasks_ = ceil_div(p_.hidden_size, fc2_task_rows_);
   }
 
-  float* rows_of(size_t worker) const {
-    return w_.rows == nullptr ? nullptr : w_.rows + static_cast<int64_t>(worker) * block_floats(p_);
+  std::byte* scratch_of(size_t worker, int which) const {
+    return w_.scratch == nullptr ? nullptr : w_.scratch + (2 * static_cast<int64_t>(worker) + which) * w_.scratch_bytes;
   }
 
-  // Where the kernels read the `n` tokens of the slots from `slot` on: x itself, or x times its mixing weight.
-  void gather(int64_t slot, int n, bool weighted, size_t worker, const float** tokens) const {
+  // Where a matrix that takes the form `form` reads the `n` tokens of the slots from `slot` on.
+  void gather(TokenForm form, int64_t slot, int n, const void** tokens) const {
+    const int64_t bytes = token_bytes(form, p_.hidden_size, kernels_);
+    const std::byte* base = form == TokenForm::kFloat32    ? reinterpret_cast<const std::byte*>(x_)
+                            : form == TokenForm::kBFloat16 ? static_cast<const std::byte*>(call_.hidden_states)
+                                                           : w_.tokens[static_cast<int>(form)];
+    for (int t = 0; t < n; ++t) tokens[t] = base + w_.plan.token[slot + t] * bytes;
+  }
+
+  // The same with every token multiplied by its mixing weight.
+  void gather_scaled(TokenForm form, int64_t slot, int n, size_t worker, const void** tokens) const {
     const int64_t k = p_.hidden_size;
+    float* scaled = w_.scaled + static_cast<int64_t>(worker) * k;
     for (int t = 0; t < n; ++t) {
-      const float* x = tokens[t] = x_ + w_.plan.token[slot + t] * k;
-      if (!weighted) continue;
-      float* scaled = w_.scaled + (static_cast<int64_t>(worker) * chunk_of(k) + t) * k;
-      for (int64_t i = 0; i < k; ++i) scaled[i] = x[i] * w_.plan.weight[slot + t];
-      tokens[t] = scaled;
+      const float* x = x_ + w_.plan.token[slot + t] * k;
+      std::byte* to = w_.scaled_tokens + (static_cast<int64_t>(worker) * kMaxChunk + t) * w_.scaled_bytes;
+      float* values = form == TokenForm::kFloat32 ? reinterpret_cast<float*>(to) : scaled;
+      for (int64_t i = 0; i < k; ++i) values[i] = x[i] * w_.plan.weight[slot + t];
+      if (form != TokenForm::kFloat32) store_token(form, values, 0, k, k, to);
+      tokens[t] = to;
     }
+  }
+
+  // Values [from, to) of a token of k values, of which x holds the first.
+  void store_token(TokenForm form, const float* x, int64_t from, int64_t to, int64_t k, std::byte* token) const {
+    if (is_int8(form))
+      quantise(form, x, from, to, k, token);
+    else if (form == TokenForm::kBFloat16)
+      kernels_.narrow[static_cast<int>(DataType::kBFloat16)](x, token + from * 2, to - from);
+    else
+      std::memcpy(token + from * 4, x, static_cast<size_t>(to - from) * 4);
   }
 
   void fc1(int64_t task, size_t worker) {
-    const bool is_shared = task >= routed_groups_ * fc1_blocks_;
-    const int64_t block = is_shared ? task - routed_groups_ * fc1_blocks_ : task % fc1_blocks_;
-    const int64_t group = is_shared ? p_.num_experts : w_.plan.active[task / fc1_blocks_];
+    const bool is_shared = task >= routed_groups_ * routed_.fc1_tasks;
+    const Kind& kind = is_shared ? shared_ : routed_;
+    const int64_t part = is_shared ? task - routed_groups_ * routed_.fc1_tasks : task % routed_.fc1_tasks;
+    const int64_t group = is_shared ? p_.num_experts : w_.order[task / routed_.fc1_tasks];
     const Expert& expert = is_shared ? p_.shared : p_.experts[group];
-    const bool gated = is_shared ? p_.shared_gated : p_.gated;
-    const int64_t size = is_shared ? p_.shared_intermediate_size : p_.intermediate_size;
-    const int64_t first = block * fc1_rows(gated), last = std::min(first + fc1_rows(gated), size);
-    const int64_t rows = last - first, k = p_.hidden_size;
-    const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
-
-    float* room = rows_of(worker);
-    const RowBlock up = row_block_for(expert.up, first, last, k, end - begin, room);
-    RowBlock gate{};
-    if (gated)
-      gate = row_block_for(expert.gate, first, last, k, end - begin, room == nullptr ? nullptr : room + rows * k);
-    float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kRows;
-
-    const float* tokens[kMaxChunk];
-    for (int64_t slot = begin; slot < end; slot += chunk_of(k)) {
-      const int n = static_cast<int>(std::min(chunk_of(k), end - slot));
-      gather(slot, n, p_.weights_on_input && !is_shared, worker, tokens);
-      up.dot(up.rows, up.count, tokens, n, k, tile + (gated ? rows : 0), kRows);
-      if (gated) gate.dot(gate.rows, gate.count, tokens, n, k, tile, kRows);
-      for (int t = 0; t < n; ++t) {
-        float* g = tile + t * kRows;
-        float* u = gated ? g + rows : g;
-        add_bias(u, rows, expert.up_bias, first);
-        if (gated) add_bias(g, rows, expert.gate_bias, first);
-        kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, g, gated ? u : nullptr,
-                                                             hidden_of(is_shared, slot + t) + first, rows);
-      }
-    }
+    const int64_t first = part * kind.task_rows, last = std::min(first + kind.task_rows, kind.size);
+    int64_t step = rows_at_once(expert.up, form(expert.up), p_.hidden_size);
+    if (kind.gated) step = std::min(step, rows_at_once(expert.gate, form(expert.gate), p_.hidden_size));
+    for (int64_t row = first; row < last; row += step)
+      fc1_rows_of(group, expert, kind, row, std::min(row + step, last), worker);
     w_.fc1_left[group].arrive();
   }
 
-  // What FC1 left for a slot: [I] or, of the shared expert, [S].
-  float* hidden_of(bool is_shared, int64_t slot) const {
-    if (!is_shared) return w_.hidden + slot * p_.intermediate_size;
-    return w_.shared_hidden + (slot - call_.tokens * p_.top_k) * p_.shared_intermediate_size;
+  void fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last, size_t worker) {
+    const bool is_shared = &kind == &shared_;
+    const int64_t rows = last - first, k = p_.hidden_size;
+    const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
+    const TokenForm up_form = form(expert.up), gate_form = kind.gated ? form(expert.gate) : up_form;
+    const Projection up(expert.up, first, last, k, up_form, end - begin, kernels_, scratch_of(worker, 0));
+    std::optional<Projection> gate;
+    if (kind.gated) gate.emplace(expert.gate, first, last, k, gate_form, end - begin, kernels_, scratch_of(worker, 1));
+    float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kTileRow;
+    const int64_t chunk = chunk_of(std::max(token_bytes(up_form, k, kernels_), token_bytes(gate_form, k, kernels_)));
+    const auto take = [&](TokenForm form, int64_t slot, int n, const void** tokens) {
+      if (p_.weights_on_input && !is_shared)
+        gather_scaled(form, slot, n, worker, tokens);
+      else
+        gather(form, slot, n, tokens);
+    };
+    const void* tokens[kMaxChunk];
+    for (int64_t slot = begin; slot < end; slot += chunk) {
+      const int n = static_cast<int>(std::min(chunk, end - slot));
+      take(up_form, slot, n, tokens);
+      up.multiply(tokens, n, tile + kRows, kTileRow);
+      if (kind.gated) {
+        if (gate_form != up_form) take(gate_form, slot, n, tokens);
+        gate->multiply(tokens, n, tile, kTileRow);
+      }
+      for (int t = 0; t < n; ++t) {
+        float* u = tile + t * kTileRow + kRows;
+        float* g = kind.gated ? u - kRows : u;
+        add_bias(u, rows, expert.up_bias, first);
+        if (kind.gated) add_bias(g, rows, expert.gate_bias, first);
+        kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, g, kind.gated ? u : nullptr, g,
+                                                             rows);
+        store_token(form(expert.down), g, first, last, kind.size, hidden_of(is_shared, slot + t));
+      }
+    }
+  }
+
+  // What FC1 leaves for a slot.
+  std::byte* hidden_of(bool is_shared, int64_t slot) const {
+    if (!is_shared) return w_.hidden + slot * w_.hidden_bytes;
+    return w_.shared_hidden + (slot - call_.tokens * p_.top_k) * w_.shared_hidden_bytes;
   }
 
   static void add_bias(float* values, int64_t n, const std::vector<float>& bias, int64_t first) {
@@ -254,28 +318,16 @@ class Layer {
   }
 
   void fc2(int64_t task, size_t worker) {
-    const int64_t first = task * kRows, last = std::min(first + kRows, p_.hidden_size), rows = last - first;
+    const int64_t first = task * fc2_task_rows_, last = std::min(first + fc2_task_rows_, p_.hidden_size);
+    const int64_t rows = last - first;
     for (int64_t t = 0; t < call_.tokens; ++t) std::fill_n(sum_ + t * p_.hidden_size + first, rows, 0.0f);
-    float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kRows;
     for (const int32_t group : w_.plan.active) {
       const bool is_shared = group == p_.num_experts;
       const Expert& expert = is_shared ? p_.shared : p_.experts[group];
-      const int64_t k = is_shared ? p_.shared_intermediate_size : p_.intermediate_size;
-      const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
-      const RowBlock down = row_block_for(expert.down, first, last, k, end - begin, rows_of(worker));
-      w_.fc1_left[group].wait();
-      const float* tokens[kMaxChunk];
-      for (int64_t slot = begin; slot < end; slot += chunk_of(k)) {
-        const int n = static_cast<int>(std::min(chunk_of(k), end - slot));
-        for (int t = 0; t < n; ++t) tokens[t] = hidden_of(is_shared, slot + t);
-        down.dot(down.rows, down.count, tokens, n, k, tile, kRows);
-        for (int t = 0; t < n; ++t) {
-          add_bias(tile + t * kRows, rows, expert.down_bias, first);
-          const float weight = p_.weights_on_input && !is_shared ? 1.0f : w_.plan.weight[slot + t];
-          float* sum = sum_ + w_.plan.token[slot + t] * p_.hidden_size + first;
-          for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * kRows + i];
-        }
-      }
+      const Kind& kind = is_shared ? shared_ : routed_;
+      const int64_t step = rows_at_once(expert.down, form(expert.down), kind.size);
+      for (int64_t row = first; row < last; row += step)
+        fc2_rows_of(group, expert, kind, row, std::min(row + step, last), worker);
     }
     if (call_.type == DataType::kFloat32) return;
     for (int64_t t = 0; t < call_.tokens; ++t) {
@@ -284,15 +336,40 @@ class Layer {
     }
   }
 
+  void fc2_rows_of(int32_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last, size_t worker) {
+    const bool is_shared = &kind == &shared_;
+    const int64_t rows = last - first;
+    const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
+    const TokenForm down_form = form(expert.down);
+    const Projection down(expert.down, first, last, kind.size, down_form, end - begin, kernels_, scratch_of(worker, 0));
+    w_.fc1_left[group].wait();
+    float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kTileRow;
+    const int64_t chunk = chunk_of(token_bytes(down_form, kind.size, kernels_));
+    const void* tokens[kMaxChunk];
+    for (int64_t slot = begin; slot < end; slot += chunk) {
+      const int n = static_cast<int>(std::min(chunk, end - slot));
+      for (int t = 0; t < n; ++t) tokens[t] = hidden_of(is_shared, slot + t);
+      down.multiply(tokens, n, tile, kTileRow);
+      for (int t = 0; t < n; ++t) {
+        add_bias(tile + t * kTileRow, rows, expert.down_bias, first);
+        const float weight = p_.weights_on_input && !is_shared ? 1.0f : w_.plan.weight[slot + t];
+        float* sum = sum_ + w_.plan.token[slot + t] * p_.hidden_size + first;
+        for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * kTileRow + i];
+      }
+    }
+  }
+
   const Params& p_;
   const KernelSet& kernels_;
   const Call& call_;
   Workspace w_;
+  Kind routed_{}, shared_{};
   const float* x_;
   float* sum_;
-  int64_t token_blocks_, router_rows_, prepare_tasks_, fc1_blocks_, shared_fc1_blocks_, fc2_tasks_;
-  int64_t routed_groups_ = 0, fc1_tasks_ = 0;  // written by plan(), read after unplanned_
-  int64_t bad_id_ = -1;                        // likewise: position of the first id out of range
+  int workers_;
+  int64_t token_blocks_, router_rows_, prepare_tasks_;
+  int64_t routed_groups_ = 0, fc1_tasks_ = 0, fc2_tasks_ = 0, fc2_task_rows_ = 0;  // by plan(), read after unplanned_
+  int64_t bad_id_ = -1;  // likewise: position of the first id out of range
   Countdown blocks_left_, unplanned_;
   std::atomic<int64_t> next_prepare_{0}, next_fc1_{0}, next_fc2_{0};
 };
@@ -316,8 +393,8 @@ Call piece_of(const Params& params, const Call& call, int64_t begin, int64_t cou
 
 int64_t most_tasks(const Params& params, int64_t tokens) {
   const int64_t groups = std::min(times(tokens, params.top_k), params.num_experts);
-  const int64_t fc1 = groups * ceil_div(params.intermediate_size, fc1_rows(params.gated)) +
-                      ceil_div(params.shared_intermediate_size, fc1_rows(params.shared_gated));
+  const int64_t fc1 =
+      groups * ceil_div(params.intermediate_size, kRows) + ceil_div(params.shared_intermediate_size, kRows);
   const int64_t prepare = std::max(ceil_div(tokens, kTokenBlock), ceil_div(params.num_experts, kRows));
   return std::max({prepare, fc1, ceil_div(params.hidden_size, kRows)});
 }
@@ -328,7 +405,7 @@ std::string forward(const Params& params, const KernelSet& kernels, const Call& 
   const int64_t step = tokens_at_once(params, call);
   for (int64_t begin = 0; begin < call.tokens; begin += step) {
     const Call piece = piece_of(params, call, begin, std::min(step, call.tokens - begin));
-    Layer layer(params, kernels, piece, carve(workspace, params, piece, workers));
+    Layer layer(params, kernels, piece, carve(workspace, params, kernels, piece, workers), workers);
     const auto work = [](void* self, size_t index) { static_cast<Layer*>(self)->work(index); };
     executor.parallel_for(executor.self, work, static_cast<size_t>(workers), &layer);
     if (std::string error = layer.error(begin); !error.empty()) return error;

@@ -36,7 +36,7 @@ int64_t most_tasks(const Params& params, int64_t tokens);
 int64_t tokens_at_once(const Params& params, const Call& call);
 
 // Bytes of workspace for one call with up to `workers` concurrent workers; -1 if that does not fit in 63 bits.
-int64_t workspace_bytes(const Params& params, const Call& call, int workers);
+int64_t workspace_bytes(const Params& params, const KernelSet& kernels, const Call& call, int workers);
 
 // Runs the layer. `workspace` is 64-byte aligned, of workspace_bytes(). Returns an empty string, or what is wrong with
 // topk_ids. The output is the same bits for any number of workers, threads and pieces.

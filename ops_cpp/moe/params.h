@@ -12,13 +12,25 @@
 
 namespace hina {
 
-// `rows` x `cols`, each row contiguous, rows `row_stride` bytes apart; read where it lies, at any alignment.
+// `rows` x `cols`, each row contiguous, rows `row_stride` bytes apart; read where it lies, at any alignment. Quantised
+// when `format` is not kFloat: then each row also has scales, and may have zero points, one for each `block` of values.
 struct Matrix {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;
-  DataType type = DataType::kFloat32;
+  DataType type = DataType::kFloat32;  // of plain weights
+
+  WeightFormat format = WeightFormat::kFloat;
+  int64_t row_bytes = 0;              // of a row of codes, padding of its last block included
+  int64_t block = 0;                  // 16, 32, 64, 128 or 256 values; 0: the whole row
+  const std::byte* scales = nullptr;  // [rows, blocks]
+  int64_t scale_stride = 0;           // bytes from row to row
+  DataType scale_type = DataType::kFloat32;
+  const std::byte* zero_points = nullptr;  // [rows, blocks], kUint4 rows padded to a byte; nullptr: the middle code
+  int64_t zero_point_stride = 0;
+  DataType zero_point_type = DataType::kUint8;
 
   const std::byte* row(int64_t index) const { return data + index * row_stride; }
+  bool quantised() const { return format != WeightFormat::kFloat; }
 };
 
 // One MLP: down(act(gate x) * up x), or down(act(up x)) when `gated` is false. Biases are float32, empty if absent.
@@ -58,8 +70,8 @@ struct Params {
   int64_t num_experts = 0;
   int64_t top_k = 0;
   bool gated = true;
-  bool weights_on_input = false;   // apply_weights_to = "input"
-  bool any_narrow_weight = false;  // some projection is stored in 16 bits
+  bool weights_on_input = false;  // apply_weights_to = "input"
+  bool int8_activations = false;  // accuracy_level = 4: tokens of quantised projections are quantised too
   Activation activation = Activation::kSilu;
   ActivationParams activation_params{1.0f, 0.0f, std::numeric_limits<float>::infinity()};
   Router router;

@@ -34,14 +34,41 @@ class Carver {
   bool overflow_ = false;
 };
 
-int64_t longest_row(const Params& params) {
-  return std::max({params.hidden_size, params.intermediate_size, params.shared_intermediate_size});
+// What the matrices of one kind of expert ask for. Experts of a layer have the same formats, so that one stands for
+// all; but their plain types may differ.
+struct Needs {
+  int64_t scratch = 0;
+  bool forms[kTokenFormCount] = {};  // of the tokens of FC1
+  int64_t hidden_bytes = 0;
+};
+
+void add_needs(Needs& needs, const Expert& expert, bool gated, int64_t hidden_size, int64_t size, const Params& params,
+               const KernelSet& kernels, const Call& call) {
+  const auto form = [&](const Matrix& m) { return token_form(m, params.int8_activations, kernels, call.type); };
+  const auto scratch = [&](const Matrix& m, int64_t k) {
+    if (m.quantised()) needs.scratch = std::max(needs.scratch, scratch_bytes(m, form(m), k, kernels));
+  };
+  for (const Matrix* m : {&expert.gate, &expert.up}) {
+    if (m == &expert.gate && !gated) continue;
+    needs.forms[static_cast<int>(form(*m))] = true;
+    scratch(*m, hidden_size);
+  }
+  scratch(expert.down, size);
+  // The plain types of the other experts may ask for float32.
+  const TokenForm down = form(expert.down);
+  needs.hidden_bytes = token_bytes(is_int8(down) ? down : TokenForm::kFloat32, size, kernels);
 }
 
-Workspace take_all(Carver& carver, const Params& params, const Call& call, int workers) {
+Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernels, const Call& call, int workers) {
   const int64_t tokens = call.tokens, experts = params.num_experts, k = params.top_k;
   const int64_t shared_tokens = params.shared_intermediate_size > 0 ? tokens : 0;
   const int64_t slots = times(tokens, k + (shared_tokens > 0 ? 1 : 0));
+  Needs needs, shared_needs;
+  add_needs(needs, params.experts[0], params.gated, params.hidden_size, params.intermediate_size, params, kernels,
+            call);
+  if (shared_tokens > 0)
+    add_needs(shared_needs, params.shared, params.shared_gated, params.hidden_size, params.shared_intermediate_size,
+              params, kernels, call);
   Workspace w;
   if (call.type != DataType::kFloat32) {
     w.x = carver.take<float>(times(tokens, params.hidden_size));
@@ -55,22 +82,35 @@ Workspace take_all(Carver& carver, const Params& params, const Call& call, int w
   w.plan.token = {carver.take<int32_t>(slots), static_cast<size_t>(slots)};
   w.plan.weight = {carver.take<float>(slots), static_cast<size_t>(slots)};
   w.plan.active = {carver.take<int32_t>(experts + 1), static_cast<size_t>(experts + 1)};
-  w.hidden = carver.take<float>(times(times(tokens, k), params.intermediate_size));
-  w.shared_hidden = carver.take<float>(times(shared_tokens, params.shared_intermediate_size));
+  for (int form = static_cast<int>(TokenForm::kInt8By8); form < kTokenFormCount; ++form)
+    if (needs.forms[form] || shared_needs.forms[form])
+      w.tokens[form] =
+          carver.take<std::byte>(times(tokens, token_bytes(static_cast<TokenForm>(form), params.hidden_size, kernels)));
+  w.hidden_bytes = needs.hidden_bytes;
+  w.shared_hidden_bytes = shared_needs.hidden_bytes;
+  w.hidden = carver.take<std::byte>(times(times(tokens, k), w.hidden_bytes));
+  w.shared_hidden = carver.take<std::byte>(times(shared_tokens, w.shared_hidden_bytes));
+  w.order = carver.take<int32_t>(experts + 1);
   w.logits_left = carver.take<Countdown>(ceil_div(tokens, kTokenBlock));
   w.fc1_left = carver.take<Countdown>(experts + 1);
-  if (params.any_narrow_weight && tokens >= kWidenFrom) w.rows = carver.take<float>(block_floats(params) * workers);
-  if (params.weights_on_input)
-    w.scaled = carver.take<float>(times(chunk_of(params.hidden_size) * workers, params.hidden_size));
-  w.tile = carver.take<float>(int64_t{kMaxChunk} * kRows * workers);
+  w.scratch_bytes = std::max(needs.scratch, shared_needs.scratch);
+  if (w.scratch_bytes > 0) w.scratch = carver.take<std::byte>(times(2 * workers, w.scratch_bytes));
+  if (params.weights_on_input) {
+    for (int form = 0; form < kTokenFormCount; ++form)
+      if (needs.forms[form])
+        w.scaled_bytes =
+            std::max(w.scaled_bytes, token_bytes(static_cast<TokenForm>(form), params.hidden_size, kernels));
+    w.scaled_bytes = ceil_div(std::max(w.scaled_bytes, params.hidden_size * 4), 64) * 64;
+    w.scaled = carver.take<float>(times(params.hidden_size, workers));
+    w.scaled_tokens = carver.take<std::byte>(times(int64_t{kMaxChunk} * workers, w.scaled_bytes));
+  }
+  w.tile = carver.take<float>(int64_t{kMaxChunk} * 2 * kRows * workers);
   w.scores = carver.take<float>(3 * experts * workers);
   w.group_ids = carver.take<int32_t>(experts * workers);
   return w;
 }
 
 }  // namespace
-
-int64_t block_floats(const Params& params) { return std::min(kRows * longest_row(params), kWidenBytes / 4); }
 
 int64_t times(int64_t a, int64_t b) {
   int64_t product = 0;
@@ -85,17 +125,17 @@ int64_t tokens_at_once(const Params& params, const Call& call) {
   return std::max(kPieceBytes / 4 / floats, kLeastPiece);
 }
 
-int64_t workspace_bytes(const Params& params, const Call& call, int workers) {
+int64_t workspace_bytes(const Params& params, const KernelSet& kernels, const Call& call, int workers) {
   Carver carver(nullptr);
   Call piece = call;
   piece.tokens = std::min(call.tokens, tokens_at_once(params, call));
-  take_all(carver, params, piece, workers);
+  take_all(carver, params, kernels, piece, workers);
   return carver.used();
 }
 
-Workspace carve(void* memory, const Params& params, const Call& call, int workers) {
+Workspace carve(void* memory, const Params& params, const KernelSet& kernels, const Call& call, int workers) {
   Carver carver(memory);
-  return take_all(carver, params, call, workers);
+  return take_all(carver, params, kernels, call, workers);
 }
 
 }  // namespace hina

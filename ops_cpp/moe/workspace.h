@@ -6,6 +6,7 @@
 
 #include "moe/forward.h"
 #include "moe/plan.h"
+#include "moe/projection.h"
 #include "runtime/countdown.h"
 
 namespace hina {
@@ -18,24 +19,27 @@ struct Workspace {
   float* weights = nullptr;         // [T, k]
   float* shared_weights = nullptr;  // [T]
   Plan plan;
-  float* hidden = nullptr;           // [T * k, I]
-  float* shared_hidden = nullptr;    // [T, S]
+  std::byte* tokens[kTokenFormCount] = {};  // [T, token_bytes(H)] of the int8 forms that some FC1 matrix takes
+  std::byte* hidden = nullptr;              // [T * k, hidden_bytes]: what FC1 leaves, in the form that `down` takes
+  std::byte* shared_hidden = nullptr;       // [T, shared_hidden_bytes]
+  int64_t hidden_bytes = 0, shared_hidden_bytes = 0;
+  int32_t* order = nullptr;          // [E + 1] the active groups as FC1 takes them
   Countdown* logits_left = nullptr;  // [token blocks]
   Countdown* fc1_left = nullptr;     // [E + 1]
-  float* rows = nullptr;             // [workers, kRows, longest row]; only where 16-bit rows are converted by the block
-  float* scaled = nullptr;           // [workers, chunk, H]; only with weights_on_input
-  float* tile = nullptr;             // [workers, kMaxChunk, kRows]
-  float* scores = nullptr;           // [workers, 3 E]
-  int32_t* group_ids = nullptr;      // [workers, E]
+  std::byte* scratch = nullptr;      // [workers, 2, scratch_bytes]: two projections at a time
+  int64_t scratch_bytes = 0;
+  float* scaled = nullptr;             // [workers, H]; only with weights_on_input
+  std::byte* scaled_tokens = nullptr;  // [workers, kMaxChunk, scaled_bytes]; likewise
+  int64_t scaled_bytes = 0;
+  float* tile = nullptr;         // [workers, kMaxChunk, 2 * kRows]
+  float* scores = nullptr;       // [workers, 3 E]
+  int32_t* group_ids = nullptr;  // [workers, E]
 };
-
-// Room for the float32 copy of one block of rows.
-int64_t block_floats(const Params& params);
 
 // Product of two sizes that are not negative; the largest int64 where it does not fit, which no workspace can have.
 int64_t times(int64_t a, int64_t b);
 
 // Cuts `memory`, of workspace_bytes(), into the buffers that the call needs; the others stay nullptr.
-Workspace carve(void* memory, const Params& params, const Call& call, int workers);
+Workspace carve(void* memory, const Params& params, const KernelSet& kernels, const Call& call, int workers);
 
 }  // namespace hina

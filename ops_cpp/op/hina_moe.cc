@@ -8,6 +8,8 @@
 #include <memory>
 
 #include "moe/forward.h"
+#include "op/formats.h"
+#include "op/inputs.h"
 #include "op/parse.h"
 #include "op/schema.h"
 #include "runtime/isa.h"
@@ -57,7 +59,7 @@ class Kernel {
     if (!choice.error.empty()) throw Error("HinaMoE node '" + node_.name + "': " + choice.error);
     kernels_ = select_kernels(choice.isa);
     workers_ = worker_bound();
-    report(choice);
+    report(choice, declared_info(api, info, kHiddenStates).type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16);
     check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
   }
   Kernel(const Kernel&) = delete;
@@ -89,7 +91,7 @@ class Kernel {
     call.tokens_per_expert = static_cast<int64_t*>(optional_output(context, 1, {p.num_experts}));
 
     const int workers = static_cast<int>(std::min<int64_t>(workers_, most_tasks(p, call.tokens)));
-    const int64_t bytes = workspace_bytes(p, call, workers);
+    const int64_t bytes = workspace_bytes(p, kernels_, call, workers);
     if (bytes < 0) fail("the workspace for " + std::to_string(call.tokens) + " tokens is too large");
     OrtAllocator* allocator = nullptr;
     check(api_, api_.KernelContext_GetAllocator(context, memory_info_, &allocator));
@@ -153,17 +155,36 @@ class Kernel {
   }
 
   // HINA_VERBOSE=1: one line per node on stderr, when the session is made.
-  void report(const IsaChoice& choice) const {
+  void report(const IsaChoice& choice, bool bfloat16_tokens) const {
     const char* verbose = std::getenv("HINA_VERBOSE");
     if (verbose == nullptr || *verbose == '\0' || *verbose == '0') return;
     const Params& p = node_.params;
-    const Expert& e = p.experts[0];
-    const std::string gate = p.gated ? std::string("gate ") + dot_kernel_name(choice.isa, e.gate.type) + ", " : "";
-    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %sup %s, down %s; isa %s because %s\n",
+    const auto text = [&](const Matrix& matrix) { return kernel_text(matrix, choice.isa, bfloat16_tokens); };
+    const auto projections = [&](const Expert& e, bool gated) {
+      return (gated ? "gate " + text(e.gate) + ", " : "") + "up " + text(e.up) + ", down " + text(e.down);
+    };
+    std::string shared;
+    if (p.shared_intermediate_size > 0)
+      shared =
+          "; shared I=" + std::to_string(p.shared_intermediate_size) + ": " + projections(p.shared, p.shared_gated);
+    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %s%s; isa %s because %s\n",
                  node_.name.c_str(), static_cast<long long>(p.num_experts), static_cast<long long>(p.top_k),
-                 static_cast<long long>(p.hidden_size), static_cast<long long>(p.intermediate_size), gate.c_str(),
-                 dot_kernel_name(choice.isa, e.up.type), dot_kernel_name(choice.isa, e.down.type), isa_name(choice.isa),
+                 static_cast<long long>(p.hidden_size), static_cast<long long>(p.intermediate_size),
+                 projections(p.experts[0], p.gated).c_str(), shared.c_str(), isa_name(choice.isa),
                  choice.reason.c_str());
+  }
+
+  // "dot_f32_avx2", "int4:32 qdot_int4_avx2 with int8 activations" or "int4:32 dequantised for dot_f32_avx2".
+  std::string kernel_text(const Matrix& matrix, Isa isa, bool bfloat16_tokens) const {
+    const std::string word = matrix.quantised() ? format_word(matrix.format, matrix.block) + " " : "";
+    if (matrix.quantised() && node_.params.int8_activations)
+      return word + kernels_.qdot[static_cast<int>(matrix.format)].name + " with int8 activations";
+    if (matrix.quantised()) return word + "dequantised for " + dot_kernel_name(isa, DataType::kFloat32);
+    std::string name = dot_kernel_name(isa, matrix.type);
+    if (bfloat16_tokens && matrix.type == DataType::kBFloat16)
+      for (const DotKernel& kernel : dot_kernels())
+        if (kernel.fn == kernels_.dot_bfloat16) name = kernel.name;
+    return name;
   }
 
   const OrtApi& api_;

@@ -1,13 +1,11 @@
 #include "op/parse.h"
 
-#include <algorithm>
 #include <limits>
-#include <map>
 
-#include "kernels/dispatch.h"
 #include "op/attributes.h"
+#include "op/inputs.h"
 #include "op/schema.h"
-#include "op/words.h"
+#include "op/weights.h"
 
 namespace hina {
 namespace {
@@ -15,21 +13,10 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kMax = std::numeric_limits<float>::max();
 
-// A constant tensor of the model, owned by the session.
-struct Constant {
-  std::string what;  // for messages: "gate_proj (tensor 'model.experts.gate')"
-  const std::byte* data = nullptr;
-  DataType type = DataType::kFloat32;
-  std::vector<int64_t> shape;
-
-  int64_t element_size() const { return type == DataType::kFloat32 ? 4 : 2; }
-};
-
 class Parser {
  public:
-  Parser(const OrtApi& api, const OrtKernelInfo* info) : api_(api), info_(info), attributes_(api, info) {
-    check(api, api.KernelInfo_GetInputCount(info, &input_count_));
-  }
+  Parser(const OrtApi& api, const OrtKernelInfo* info)
+      : api_(api), info_(info), attributes_(api, info), inputs_(api, info) {}
 
   Node parse() {
     size_t size = 0;
@@ -39,7 +26,7 @@ class Parser {
     node_.name.resize(size > 0 ? size - 1 : 0);
     try {
       read_attributes();
-      read_weights();
+      sizes_from_ = read_weights(inputs_, attributes_, p());
       read_router();
       check_run_time_inputs();
     } catch (const Error& e) {
@@ -51,16 +38,12 @@ class Parser {
  private:
   Params& p() { return node_.params; }
 
-  // --- attributes ---
-
   void read_attributes() {
     constexpr int64_t kMost = 65536;  // far above any model, and small enough for one Expert each in memory
     attributes_.integer("spec_version", kSpecVersion, kSpecVersion);
     p().num_experts = attributes_.integer("num_experts", 1, kMost);
     p().top_k = attributes_.integer("top_k", 1, p().num_experts);
-    stacked_ = attributes_.flag("experts_stacked");
-    up_first_ = attributes_.word("gate_up_order") == 1;
-    interleaved_ = attributes_.flag("gate_up_interleaved");
+    p().int8_activations = attributes_.integer("accuracy_level", 0, 4) == 4;
     Router& r = p().router;
     r.score_func = static_cast<ScoreFunc>(attributes_.word("score_func"));
     r.n_group = attributes_.integer("n_group", 1, p().num_experts);
@@ -92,222 +75,40 @@ class Parser {
                              attributes_.number("activation_limit", 0.0f, kInf)};
   }
 
-  // --- inputs ---
-
-  std::string tensor_name(size_t index) const {
-    if (index >= input_count_) return {};
-    size_t size = 0;
-    check(api_, api_.KernelInfo_GetInputName(info_, index, nullptr, &size));
-    std::string name(size, '\0');
-    check(api_, api_.KernelInfo_GetInputName(info_, index, name.data(), &size));
-    name.resize(size > 0 ? size - 1 : 0);
-    return name;
-  }
-
-  bool has(size_t index) const { return !tensor_name(index).empty(); }
-
-  Constant constant(size_t index, const std::string& field) const {
-    Constant c;
-    const std::string name = tensor_name(index);
-    c.what = field + (name.empty() ? "" : " (tensor '" + name + "')");
-    if (name.empty()) throw Error(c.what + " is missing");
-    int is_constant = 0;
-    const OrtValue* value = nullptr;
-    check(api_, api_.KernelInfoGetConstantInput_tensor(info_, index, &is_constant, &value));
-    if (!is_constant || value == nullptr)
-      throw Error(c.what + " is not a constant, expected an initializer of the model that is not a graph input too");
-    const TensorInfo info = tensor_info(api_, value);
-    c.type = float_type(info.type, c.what);
-    c.shape = info.shape;
-    c.data = static_cast<const std::byte*>(tensor_data(api_, value));
-    return c;
-  }
-
   void expect_shape(const Constant& c, const std::vector<int64_t>& shape) const {
     if (c.shape != shape)
       throw Error(c.what + " has shape " + shape_text(c.shape) + ", expected " + shape_text(shape) + " beside " +
                   sizes_from_);
   }
 
-  static std::vector<float> values(const Constant& c, int64_t first, int64_t step, int64_t n) {
-    std::vector<float> out(static_cast<size_t>(n));
-    const KernelSet portable = select_kernels(Isa::kPortable);
-    for (int64_t i = 0; i < n; ++i)
-      portable.widen[static_cast<int>(c.type)](c.data + (first + i * step) * c.element_size(), &out[i], 1);
-    return out;
-  }
-
-  // --- weights ---
-
-  struct Field {
-    const WeightField* schema;
-    std::vector<Constant> tensors;  // one, or E
-  };
-
-  void read_weights() {
-    const std::string names = attributes_.text("weight_inputs");
-    size_t input = kFirstWeight;
-    for (const std::string& name : split_words(names)) {
-      const auto* schema = std::find_if(std::begin(kWeightFields), std::end(kWeightFields),
-                                        [&](const WeightField& f) { return name == f.name; });
-      if (schema == std::end(kWeightFields))
-        throw Error("attribute weight_inputs names '" + name + "', which is no weight");
-      if (fields_.count(name) > 0) throw Error("attribute weight_inputs names " + name + " twice");
-      Field& field = fields_[name];
-      field.schema = schema;
-      const int64_t count = schema->shared || stacked_ ? 1 : p().num_experts;
-      const int64_t left = static_cast<int64_t>(input_count_ - std::min(input, input_count_));
-      if (left < count)
-        throw Error("weight_inputs needs " + std::to_string(count) + " tensors for " + name + ", but only " +
-                    std::to_string(left) + " inputs are left");
-      for (int64_t i = 0; i < count; ++i)
-        field.tensors.push_back(constant(input++, count > 1 ? name + " of expert " + std::to_string(i) : name));
-    }
-    if (input != input_count_)
-      throw Error("the node has " + std::to_string(input_count_) + " inputs, expected " + std::to_string(input) +
-                  " with weight_inputs '" + names + "'");
-    p().gated = check_projections("");
-    const bool shared =
-        std::any_of(fields_.begin(), fields_.end(), [](const auto& f) { return f.second.schema->shared; });
-    if (shared) p().shared_gated = check_projections("shared_");
-    read_sizes(shared);
-    check_shapes();
-    p().experts.resize(static_cast<size_t>(p().num_experts));
-    for (int64_t e = 0; e < p().num_experts; ++e) p().experts[e] = expert("", e, p().intermediate_size);
-    for (const auto& [name, field] : fields_)
-      for (const Constant& tensor : field.tensors) p().any_narrow_weight |= tensor.type != DataType::kFloat32;
-    if (!shared) return;
-    p().shared = expert("shared_", 0, p().shared_intermediate_size);
-    if (const auto gate = fields_.find("shared_expert_gate"); gate != fields_.end())
-      p().shared_gate = matrix(gate->second, 0, 0, 1, p().hidden_size);
-  }
-
-  bool has_field(const std::string& name) const { return fields_.count(name) > 0; }
-
-  // Whether the projections with this prefix are gated; throws if they make no MLP.
-  bool check_projections(const std::string& prefix) const {
-    const bool gate = has_field(prefix + "gate_proj"), up = has_field(prefix + "up_proj");
-    const bool both = has_field(prefix + "gate_up_proj");
-    if (!has_field(prefix + "down_proj") || both == up || (both && gate))
-      throw Error("attribute weight_inputs must name " + prefix + "down_proj and either " + prefix + "gate_up_proj, " +
-                  prefix + "gate_proj with " + prefix + "up_proj, or " + prefix + "up_proj alone");
-    for (const char* name : {"gate_proj", "up_proj", "gate_up_proj"})
-      if (has_field(prefix + name + "_bias") && !has_field(prefix + name))
-        throw Error("attribute weight_inputs names " + prefix + name + "_bias without " + prefix + name);
-    return gate || both;
-  }
-
-  // H and I from down_proj [H, I], S from shared_down_proj [H, S]: every other shape must then agree.
-  void read_sizes(bool shared) {
-    const auto size_of = [&](const std::string& name, size_t axis_from_end) {
-      const Constant& down = fields_.at(name).tensors[0];
-      const size_t rank = name == "down_proj" && stacked_ ? 3 : 2;
-      if (down.shape.size() != rank)
-        throw Error(down.what + " has shape " + shape_text(down.shape) + ", expected " + std::to_string(rank) +
-                    " axes");
-      sizes_from_ += (sizes_from_.empty() ? "" : " and ") + name + " " + shape_text(down.shape);
-      const int64_t size = down.shape[rank - axis_from_end];
-      if (size < 1 || size > std::numeric_limits<int32_t>::max())
-        throw Error(down.what + " has shape " + shape_text(down.shape) +
-                    ", expected sizes of at least 1 and below 2^31");
-      return size;
-    };
-    p().hidden_size = size_of("down_proj", 2);
-    sizes_from_.clear();
-    p().intermediate_size = size_of("down_proj", 1);
-    if (shared) p().shared_intermediate_size = size_of("shared_down_proj", 1);
-  }
-
-  // Of a symbol as the schema's shapes spell it: "[2I," or "H]".
-  int64_t size_of_symbol(const std::string& symbol) const {
-    int64_t size = 1;
-    for (const char c : symbol) {
-      if (c == '2') size *= 2;
-      if (c == 'H') size *= node_.params.hidden_size;
-      if (c == 'I') size *= node_.params.intermediate_size;
-      if (c == 'S') size *= node_.params.shared_intermediate_size;
-    }
-    return size;
-  }
-
-  void check_shapes() const {
-    for (const auto& [name, field] : fields_) {
-      std::vector<int64_t> shape;
-      if (stacked_ && !field.schema->shared) shape.push_back(node_.params.num_experts);
-      for (const std::string& symbol : split_words(field.schema->shape)) shape.push_back(size_of_symbol(symbol));
-      for (const Constant& tensor : field.tensors) expect_shape(tensor, shape);
-    }
-  }
-
-  // Rows first, first + step, .. of expert `e` in a field whose experts have `rows` rows of `cols` values.
-  Matrix matrix(const Field& field, int64_t e, int64_t first, int64_t step, int64_t cols, int64_t rows = 0) const {
-    const bool one_tensor = field.tensors.size() == 1;
-    const Constant& c = field.tensors[one_tensor ? 0 : static_cast<size_t>(e)];
-    const int64_t row_bytes = cols * c.element_size();
-    return {c.data + ((one_tensor ? e * rows : 0) + first) * row_bytes, step * row_bytes, c.type};
-  }
-
-  std::vector<float> bias(const std::string& name, int64_t e, int64_t first, int64_t step, int64_t n,
-                          int64_t size) const {
-    const auto at = fields_.find(name);
-    if (at == fields_.end()) return {};
-    const bool one_tensor = at->second.tensors.size() == 1;
-    return values(at->second.tensors[one_tensor ? 0 : static_cast<size_t>(e)], (one_tensor ? e * size : 0) + first,
-                  step, n);
-  }
-
-  Expert expert(const std::string& prefix, int64_t e, int64_t size) const {
-    const int64_t hidden = node_.params.hidden_size;
-    Expert x;
-    x.down = matrix(fields_.at(prefix + "down_proj"), e, 0, 1, size, hidden);
-    x.down_bias = bias(prefix + "down_proj_bias", e, 0, 1, hidden, hidden);
-    if (has_field(prefix + "gate_up_proj")) {
-      const int64_t step = interleaved_ ? 2 : 1, second = interleaved_ ? 1 : size;
-      const int64_t gate = up_first_ ? second : 0, up = up_first_ ? 0 : second;
-      const Field& field = fields_.at(prefix + "gate_up_proj");
-      const std::string bias_name = prefix + "gate_up_proj_bias";
-      x.gate = matrix(field, e, gate, step, hidden, 2 * size);
-      x.up = matrix(field, e, up, step, hidden, 2 * size);
-      x.gate_bias = bias(bias_name, e, gate, step, size, 2 * size);
-      x.up_bias = bias(bias_name, e, up, step, size, 2 * size);
-      return x;
-    }
-    x.up = matrix(fields_.at(prefix + "up_proj"), e, 0, 1, hidden, size);
-    x.up_bias = bias(prefix + "up_proj_bias", e, 0, 1, size, size);
-    if (has_field(prefix + "gate_proj")) {
-      x.gate = matrix(fields_.at(prefix + "gate_proj"), e, 0, 1, hidden, size);
-      x.gate_bias = bias(prefix + "gate_proj_bias", e, 0, 1, size, size);
-    }
-    return x;
-  }
-
-  // --- router and run-time inputs ---
-
   void read_router() {
-    const bool weight = has(kRouterWeight), logits = has(kRouterLogits), topk = has(kTopKIds);
+    const bool weight = inputs_.has(kRouterWeight), logits = inputs_.has(kRouterLogits), topk = inputs_.has(kTopKIds);
     if (weight + logits + topk != 1)
       throw Error("expected exactly one of the inputs router_weight, router_logits and topk_ids, got " +
                   std::to_string(weight + logits + topk));
-    if (topk != has(kTopKWeights))
+    if (topk != inputs_.has(kTopKWeights))
       throw Error("the inputs topk_ids and topk_weights belong together, got one without the other");
-    if (has(kRouterBias) && !weight) throw Error("the input router_bias needs router_weight");
-    if (has(kCorrectionBias) && topk) throw Error("the input e_score_correction_bias has no meaning beside topk_ids");
+    if (inputs_.has(kRouterBias) && !weight) throw Error("the input router_bias needs router_weight");
+    if (inputs_.has(kCorrectionBias) && topk)
+      throw Error("the input e_score_correction_bias has no meaning beside topk_ids");
     Router& r = p().router;
     r.input = weight ? RouterInput::kWeight : logits ? RouterInput::kLogits : RouterInput::kTopK;
     const int64_t experts = p().num_experts;
     if (weight) {
-      const Constant c = constant(kRouterWeight, "router_weight");
+      const Constant c = inputs_.constant(kRouterWeight, "router_weight");
       expect_shape(c, {experts, p().hidden_size});
-      r.weight = {c.data, p().hidden_size * c.element_size(), c.type};
+      r.weight.data = c.data;
+      r.weight.type = float_type(c.type, c.what);
+      r.weight.row_stride = p().hidden_size * element_size(r.weight.type);
     }
-    if (has(kRouterBias)) r.bias = vector_of_experts(kRouterBias, "router_bias");
-    if (has(kCorrectionBias)) r.correction = vector_of_experts(kCorrectionBias, "e_score_correction_bias");
+    if (inputs_.has(kRouterBias)) r.bias = vector_of_experts(kRouterBias, "router_bias");
+    if (inputs_.has(kCorrectionBias)) r.correction = vector_of_experts(kCorrectionBias, "e_score_correction_bias");
   }
 
   std::vector<float> vector_of_experts(size_t index, const char* name) {
-    const Constant c = constant(index, name);
+    const Constant c = inputs_.constant(index, name);
     expect_shape(c, {p().num_experts});
-    return values(c, 0, 1, p().num_experts);
+    return float_values(c, 0, 1, p().num_experts);
   }
 
   void check_run_time_inputs() const {
@@ -321,10 +122,10 @@ class Parser {
 
   void check_declared(size_t index, int64_t last) const {
     const InputSchema& schema = kInputs[index];
-    const std::string name = tensor_name(index);
+    const std::string name = inputs_.name(index);
     if (name.empty()) throw Error(std::string("the input ") + schema.name + " is missing");
     const std::string what = std::string(schema.name) + " (tensor '" + name + "')";
-    const TensorInfo declared = declared_info(api_, info_, index);
+    const TensorInfo declared = inputs_.declared(index);
     if (!schema.indices) {
       float_type(declared.type, what);
     } else if (declared.type != ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 &&
@@ -339,27 +140,12 @@ class Parser {
   const OrtApi& api_;
   const OrtKernelInfo* info_;
   Attributes attributes_;
-  size_t input_count_ = 0;
+  Inputs inputs_;
   Node node_;
-  bool stacked_ = true, up_first_ = false, interleaved_ = false;
-  std::map<std::string, Field> fields_;
   std::string sizes_from_;  // for messages: the tensors whose shapes say what H, I and S are
 };
 
 }  // namespace
-
-DataType float_type(ONNXTensorElementDataType type, const std::string& what) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-      return DataType::kFloat32;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
-      return DataType::kFloat16;
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
-      return DataType::kBFloat16;
-    default:
-      throw Error(what + " is " + type_name(type) + ", expected float32, float16 or bfloat16");
-  }
-}
 
 Node parse_node(const OrtApi& api, const OrtKernelInfo* info) { return Parser(api, info).parse(); }
 

@@ -17,7 +17,4 @@ struct Node {
 // Throws Error with one sentence that names the tensor or attribute, what was expected and what came.
 Node parse_node(const OrtApi& api, const OrtKernelInfo* info);
 
-// The float type of `type`, or Error naming `what`.
-DataType float_type(ONNXTensorElementDataType type, const std::string& what);
-
 }  // namespace hina

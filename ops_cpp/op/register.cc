@@ -4,6 +4,7 @@
 #include <mutex>
 #include <string>
 
+#include "bench/machine.h"
 #include "kernels/dispatch.h"
 #include "op/hina_moe.h"
 #include "op/json.h"
@@ -61,6 +62,8 @@ void append_kernels(std::string& out, const char* family, const std::vector<Kern
 std::string kernels_json() {
   std::string out = "[";
   append_kernels(out, "dot", dot_kernels());
+  append_kernels(out, "qdot", qdot_kernels());
+  append_kernels(out, "dequantise", dequantise_kernels());
   append_kernels(out, "convert", convert_kernels());
   append_kernels(out, "activation", activation_kernels());
   return out + "]";
@@ -82,7 +85,8 @@ HINA_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtAp
                  [&] { check(*api, api->AddCustomOpDomain(options, domain(*api, base->GetVersionString()))); });
 }
 
-// JSON about the library: topic "version", "cpu_info", "kernels" or "op_schema"; nullptr for any other topic. The text
+// JSON about the library: topic "version", "cpu_info", "kernels", "op_schema" or "machine THREADS PATH" (see
+// bench/machine.h; takes seconds); nullptr for any other topic. The text
 // is valid until the calling thread asks again.
 HINA_EXPORT const char* HinaQuery(const char* topic) {
   using namespace hina;
@@ -97,6 +101,8 @@ HINA_EXPORT const char* HinaQuery(const char* topic) {
       answer = kernels_json();
     else if (name == "op_schema")
       answer = schema_json();
+    else if (name.starts_with("machine "))
+      answer = machine_json(name.substr(8));
     else
       return nullptr;
     return answer.c_str();

@@ -29,6 +29,8 @@ const AttributeSchema kAttributes[kAttributeCount] = {
     {"num_experts", kInt, true, 0, "", ""},
     {"top_k", kInt, true, 0, "", ""},
     {"weight_inputs", kString, true, 0, "", ""},
+    {"weight_formats", kString, false, 0, "", ""},
+    {"accuracy_level", kInt, false, 0, "", ""},
     {"experts_stacked", kInt, false, 1, "", ""},
     {"gate_up_order", kString, false, 0, "gate_up", "gate_up up_gate"},
     {"gate_up_interleaved", kInt, false, 0, "", ""},
@@ -53,19 +55,25 @@ const AttributeSchema kAttributes[kAttributeCount] = {
     {"activation_limit", kFloat, false, kInf, "", ""},
 };
 
+// A projection, and what it has beside it when it is quantised.
+#define HINA_PROJECTION(name, rows, columns, shared)                                                            \
+  {name, "[" rows ", " columns "]", shared}, {name "_scales", "[" rows ", ceil(" columns "/block)]", shared}, { \
+    name "_zero_points", "[" rows ", ceil(" columns "/block)]", shared                                          \
+  }
+
 const WeightField kWeightFields[kWeightFieldCount] = {
-    {"gate_proj", "[I, H]", false},
-    {"up_proj", "[I, H]", false},
-    {"gate_up_proj", "[2I, H]", false},
-    {"down_proj", "[H, I]", false},
+    HINA_PROJECTION("gate_proj", "I", "H", false),
+    HINA_PROJECTION("up_proj", "I", "H", false),
+    HINA_PROJECTION("gate_up_proj", "2I", "H", false),
+    HINA_PROJECTION("down_proj", "H", "I", false),
     {"gate_proj_bias", "[I]", false},
     {"up_proj_bias", "[I]", false},
     {"gate_up_proj_bias", "[2I]", false},
     {"down_proj_bias", "[H]", false},
-    {"shared_gate_proj", "[S, H]", true},
-    {"shared_up_proj", "[S, H]", true},
-    {"shared_gate_up_proj", "[2S, H]", true},
-    {"shared_down_proj", "[H, S]", true},
+    HINA_PROJECTION("shared_gate_proj", "S", "H", true),
+    HINA_PROJECTION("shared_up_proj", "S", "H", true),
+    HINA_PROJECTION("shared_gate_up_proj", "2S", "H", true),
+    HINA_PROJECTION("shared_down_proj", "H", "S", true),
     {"shared_gate_proj_bias", "[S]", true},
     {"shared_up_proj_bias", "[S]", true},
     {"shared_gate_up_proj_bias", "[2S]", true},

@@ -48,9 +48,9 @@ struct WeightField {
 };
 
 extern const InputSchema kInputs[kFixedInputs];
-constexpr int kAttributeCount = 26;
+constexpr int kAttributeCount = 28;
 extern const AttributeSchema kAttributes[kAttributeCount];
-constexpr int kWeightFieldCount = 17;
+constexpr int kWeightFieldCount = 33;
 extern const WeightField kWeightFields[kWeightFieldCount];
 
 const AttributeSchema& attribute_schema(const char* name);

@@ -1,5 +1,6 @@
 #include "runtime/isa.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -10,7 +11,29 @@
 namespace hina {
 namespace {
 
-constexpr const char* kIsaNames[kIsaCount] = {"portable", "avx2"};
+// Each ISA has what those before it have, and these features.
+struct IsaNeeds {
+  const char* name;
+  const char* needs[4];
+};
+constexpr IsaNeeds kIsas[kIsaCount] = {
+    {"portable", {}},
+    {"avx2", {"avx2", "fma", "f16c"}},
+    {"avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
+    {"avx512_vnni", {"avx512_vnni"}},
+    {"avx512_bf16", {"avx512_bf16"}},
+};
+
+// Chosen unless HINA_ISA names a newer one. BF16 is not: where it was measured (Emerald Rapids), VDPBF16PS multiplies
+// at half the rate of FMA, and it rounds what the second projection reads.
+constexpr Isa kPreferred = Isa::kAvx512Vnni;
+
+// The first feature that the CPU lacks for `isa`, or nullptr.
+const char* lacks(const CpuFeatures& cpu, const IsaNeeds& isa) {
+  for (const char* need : isa.needs)
+    if (need != nullptr && std::find(cpu.names.begin(), cpu.names.end(), need) == cpu.names.end()) return need;
+  return nullptr;
+}
 
 #if defined(__x86_64__)
 
@@ -66,21 +89,17 @@ CpuFeatures read_cpu() {
     int bit;
     bool usable;
   } table[] = {
-      {"avx", l1.c, 28, ymm},          {"fma", l1.c, 12, ymm},         {"f16c", l1.c, 29, ymm},
-      {"avx2", l7.b, 5, ymm},          {"avx_vnni", l7_1.a, 4, ymm},   {"avx512f", l7.b, 16, zmm},
-      {"avx512bw", l7.b, 30, zmm},     {"avx512vl", l7.b, 31, zmm},    {"avx512_vnni", l7.c, 11, zmm},
-      {"avx512_bf16", l7_1.a, 5, zmm}, {"avx512_fp16", l7.d, 23, zmm}, {"amx_tile", l7.d, 24, tiles},
-      {"amx_bf16", l7.d, 22, tiles},   {"amx_int8", l7.d, 25, tiles},
+      {"avx", l1.c, 28, ymm},         {"fma", l1.c, 12, ymm},          {"f16c", l1.c, 29, ymm},
+      {"avx2", l7.b, 5, ymm},         {"avx_vnni", l7_1.a, 4, ymm},    {"avx512f", l7.b, 16, zmm},
+      {"avx512dq", l7.b, 17, zmm},    {"avx512bw", l7.b, 30, zmm},     {"avx512vl", l7.b, 31, zmm},
+      {"avx512_vnni", l7.c, 11, zmm}, {"avx512_bf16", l7_1.a, 5, zmm}, {"avx512_fp16", l7.d, 23, zmm},
+      {"amx_tile", l7.d, 24, tiles},  {"amx_bf16", l7.d, 22, tiles},   {"amx_int8", l7.d, 25, tiles},
   };
-  bool avx2 = false, fma = false, f16c = false;
   for (const auto& f : table) {
     if (!f.usable || !((f.reg >> f.bit) & 1)) continue;
     cpu.names.emplace_back(f.name);
-    avx2 |= std::strcmp(f.name, "avx2") == 0;
-    fma |= std::strcmp(f.name, "fma") == 0;
-    f16c |= std::strcmp(f.name, "f16c") == 0;
   }
-  cpu.avx2_fma_f16c = avx2 && fma && f16c;
+  for (int i = 1; i < kIsaCount && lacks(cpu, kIsas[i]) == nullptr; ++i) cpu.newest = static_cast<Isa>(i);
   return cpu;
 }
 
@@ -92,7 +111,7 @@ CpuFeatures read_cpu() { return {}; }
 
 }  // namespace
 
-const char* isa_name(Isa isa) { return kIsaNames[static_cast<int>(isa)]; }
+const char* isa_name(Isa isa) { return kIsas[static_cast<int>(isa)].name; }
 
 const CpuFeatures& cpu_features() {
   static const CpuFeatures cpu = read_cpu();
@@ -101,24 +120,27 @@ const CpuFeatures& cpu_features() {
 
 IsaChoice choose_isa() {
   IsaChoice choice;
-  const bool avx2 = cpu_features().avx2_fma_f16c;
-  choice.isa = avx2 ? Isa::kAvx2 : Isa::kPortable;
-  choice.reason = avx2 ? "the CPU has AVX2, FMA and F16C" : "the CPU lacks AVX2, FMA or F16C";
+  const Isa newest = cpu_features().newest;
+  choice.isa = std::min(newest, kPreferred);
+  choice.reason = choice.isa == newest
+                      ? std::string("the CPU lacks ") + lacks(cpu_features(), kIsas[static_cast<int>(newest) + 1])
+                      : std::string("it is the fastest measured; the CPU has ") + isa_name(newest);
   const char* cap = std::getenv("HINA_ISA");
   if (cap == nullptr || *cap == '\0') return choice;
   choice.cap = cap;
   for (int i = 0; i < kIsaCount; ++i) {
-    if (choice.cap != kIsaNames[i]) continue;
-    if (static_cast<Isa>(i) < choice.isa) {
-      choice.isa = static_cast<Isa>(i);
-      choice.reason = "HINA_ISA=" + choice.cap + " caps the choice";
+    if (choice.cap != kIsas[i].name) continue;
+    const Isa isa = static_cast<Isa>(i);
+    if (isa < choice.isa || (isa > choice.isa && choice.isa < newest)) {
+      choice.reason = "HINA_ISA=" + choice.cap + (isa < choice.isa ? " caps the choice" : " asks for it");
+      choice.isa = std::min(isa, newest);
     } else {
       choice.reason += " and HINA_ISA=" + choice.cap + " allows it";
     }
     return choice;
   }
   choice.error = "HINA_ISA is '" + choice.cap + "', expected one of:";
-  for (const char* name : kIsaNames) choice.error += std::string(" ") + name;
+  for (const IsaNeeds& isa : kIsas) choice.error += std::string(" ") + isa.name;
   return choice;
 }
 

@@ -1,4 +1,4 @@
-// Which instruction sets this process may use: CPUID and XCR0 say what there is, HINA_ISA caps the choice.
+// Which instruction set this process uses: CPUID and XCR0 say what there is, HINA_ISA caps the choice.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ struct CpuFeatures {
   std::string vendor;
   std::string model;
   std::vector<std::string> names;  // features that CPU and operating system both offer, as /proc/cpuinfo spells them
-  bool avx2_fma_f16c = false;
+  Isa newest = Isa::kPortable;     // the newest instruction set that the kernels know and this CPU has
 };
 
 struct IsaChoice {

@@ -173,20 +173,26 @@ def test_bad_values_are_errors_in_the_api(model: Path, tmp_path: Path) -> None:
 
 
 SLOW_CLI = """
-import sys, time
+import signal, sys, time
 from graph_passes import external_data
+from graph_passes.quantize import tensors
 from hina_ort import conversion
 from hina_ort.cli import app
 
-def stop(*_):
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore Ctrl-C
+
+def stop(*_, **__):
     print("ready", flush=True)
     time.sleep(60)
 
 save = external_data.save
-if sys.argv.pop(1) == "writing":
-    external_data.save = lambda model, path, progress=None: save(model, path, stop)
-else:
-    conversion.compare_models = stop
+match sys.argv.pop(1):
+    case "writing":
+        external_data.save = lambda model, path, progress=None: save(model, path, stop)
+    case "quantising":
+        tensors.quantise = stop
+    case "checking":
+        conversion.compare_models = stop
 app()
 """
 
@@ -198,6 +204,8 @@ app()
         ("file", "checking", signal.SIGINT, 130),
         ("folder", "writing", signal.SIGINT, 130),
         ("folder", "checking", signal.SIGTERM, 143),
+        ("file", "quantising", signal.SIGTERM, 143),
+        ("folder", "quantising", signal.SIGINT, 130),
     ],
 )
 def test_an_interrupt_leaves_nothing(
@@ -206,6 +214,7 @@ def test_an_interrupt_leaves_nothing(
     source, target = (model, tmp_path / "fused.onnx") if kind == "file" else (exported, tmp_path / "fused")
     before = sorted(tmp_path.rglob("*"))
     command = [sys.executable, "-c", SLOW_CLI, stage, "convert", str(source), str(target), "--check", "1"]
+    command += ["--weights", "int4"] if stage == "quantising" else []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n", process.stderr.read()

@@ -47,6 +47,20 @@ def test_fused_blocks_say_the_spec_that_was_fused(exported: Path, tmp_path: Path
         assert block.bytes == was.bytes == EXPERT_BYTES
 
 
+def test_quantised_blocks_say_their_formats(exported: Path, tmp_path: Path) -> None:
+    report = hina_ort.convert(exported, tmp_path / "fused", weights="int4", block=16, accuracy_level=4)
+    found = inspect_model(tmp_path / "fused")
+    for block, node in zip(found.blocks, report.weights, strict=True):
+        assert block.state == "fused" and block.spec is not None
+        assert block.spec.weight_formats == ("gate_up_proj=int4:16", "down_proj=int4:16")
+        sizes = (block.spec.hidden_size, block.spec.intermediate_size, block.spec.accuracy_level)
+        assert sizes == (tiny.HIDDEN, tiny.INTERMEDIATE, 4)
+        assert block.bytes == node.to_dict()["bytes_after"] < EXPERT_BYTES / 4
+    text = CliRunner().invoke(app, ["inspect", str(tmp_path / "fused")], env={"COLUMNS": "300"}).stdout
+    assert text.count("int4:16 weights, accuracy_level=4") == 2
+    assert json.loads(json.dumps(found.to_dict()))["blocks"][0]["spec"]["weight_formats"]
+
+
 def test_a_model_without_experts(tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path / "dense.onnx", dense=True)
     assert inspect_model(path).blocks == []
@@ -55,7 +69,14 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("attribute", "unknown attribute"), ("weights", "lacks weights"), ("names", "down_proj"), ("router", "router")],
+    [
+        ("attribute", "unknown attribute"),
+        ("weights", "lacks weights"),
+        ("names", "down_proj"),
+        ("router", "router"),
+        ("formats", "must hold down_proj_scales"),
+        ("shape", "has the shape"),
+    ],
 )
 def test_a_broken_node_is_refused_with_its_reason(model: Path, tmp_path: Path, change: str, words: str) -> None:
     path = tmp_path / "fused.onnx"
@@ -72,6 +93,11 @@ def test_a_broken_node_is_refused_with_its_reason(model: Path, tmp_path: Path, c
             attributes["weight_inputs"].s = b"gate_up_proj"
         case "router":
             node.input[1] = ""
+        case "formats":
+            node.attribute.append(onnx.helper.make_attribute("weight_formats", "down_proj=int8"))
+        case "shape":
+            tensor = next(t for t in proto.graph.initializer if t.name == node.input[-1])
+            tensor.dims[:] = [tensor.dims[0] * tensor.dims[1] * tensor.dims[2]]
     path.write_bytes(proto.SerializeToString())
     block = inspect_model(path).blocks[0]
     assert block.state == "refused" and words in str(block.reason)

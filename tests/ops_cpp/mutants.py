@@ -2,89 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, helper
 
-from graph_passes.op_schema import ATTRIBUTES, INPUTS
-from tests import node as harness
-from tests.node import Node, Tensors, make_spec
+from graph_passes.moe_spec import split_field
+from graph_passes.op_schema import ATTRIBUTES, FLOAT_TYPES, INPUTS
+from tests import quantised
+from tests.ops_cpp.format_mutants import formats
+from tests.ops_cpp.mutant_bases import Base, Mutant, bases, edited_tensor, with_attribute
+from tests.tensors import ONNX_TYPES, make_tensor, numpy_type
 
 FIRST_WEIGHT = len(INPUTS)
-PROJECTIONS = r"(gate_up_proj|gate_proj|up_proj|down_proj)"
+ANY_PROJECTION = r"(gate_up_proj|gate_proj|up_proj|down_proj)"
 HUGE = (2**31, 2**40, 2**62, -(2**63))
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A faulty model, inputs for a run should a session be made, and patterns that the message must match."""
-
-    name: str
-    model: ModelProto
-    feeds: Tensors
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Base:
-    """A valid model to make mutants of."""
-
-    name: str
-    node: Node
-    model: ModelProto
-    feeds: Tensors
-
-    def mutant(
-        self, name: str, *patterns: str, model: ModelProto | None = None, feeds: Tensors | None = None
-    ) -> Mutant:
-        return Mutant(f"{self.name}: {name}", model or self.model, feeds or self.feeds, patterns)
-
-    def copy(self) -> ModelProto:
-        return copy.deepcopy(self.model)
-
-
-def bases() -> list[Base]:
-    """Five nodes that together use every input and every kind of weight field."""
-    sizes = {"hidden_size": 12, "intermediate_size": 10, "num_experts": 6, "top_k": 3}
-    shared = {"shared_intermediate_size": 5, "shared_expert_gate": True}
-    bias = {"bias": True, "shared_bias": True}
-    specs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "router": ({}, {"router_bias": True}),
-        "groups": ({"score_func": "sigmoid", "n_group": 3, "topk_group": 2, **shared}, {"correction_bias": True}),
-        "logits": ({"mlp": "fused", "shared_mlp": "fused", **bias, **shared, "router_input": "router_logits"}, {}),
-        "ids": ({"mlp": "plain", "experts_stacked": False, **bias, "router_input": "topk_ids"}, {}),
-        "per expert": ({"experts_stacked": False, "router_input": "router_logits"}, {"activation_type": "float16"}),
-    }
-    made = []
-    for name, (fields, options) in specs.items():
-        rng = np.random.default_rng(1)
-        node = harness.random_node(make_spec(**{**sizes, **fields}), rng, **options)
-        made.append(Base(name, node, harness.make_model(node), harness.random_feeds(node, rng, (4,))))
-    return made
 
 
 def mutants() -> list[Mutant]:
     """All mutants, in an order that does not change."""
     found: list[Mutant] = []
     for base in bases():
-        for family in (tensor_shapes, tensor_types, attribute_values, attribute_types, node_inputs, graph_inputs):
+        for family in FAMILIES:
             found += family(base)
     return found
 
 
 # Tensors
-
-
-def edited_tensor(base: Base, name: str, value: np.ndarray) -> ModelProto:
-    model = base.copy()
-    tensor = next(t for t in model.graph.initializer if t.name == name)
-    tensor.CopyFrom(harness.make_tensor(name, value))
-    return model
 
 
 def mutable_tensors(base: Base) -> Iterator[tuple[str, np.ndarray]]:
@@ -99,6 +45,16 @@ def shape_pattern(shape: tuple[int, ...]) -> str:
     return r"\[" + r",\s*".join(map(str, shape)) + r"\]"
 
 
+def other_shape(base: Base, name: str) -> tuple[int, ...]:
+    """The other shape that the tensor may have: blocks as an axis, or flattened (see `quantised.reshaped`)."""
+    field, _, expert = name.partition(".")
+    if split_field(field)[0] not in base.node.spec.formats:
+        return ()
+    value = quantised.reshaped(base.node.spec, base.node.weights)[field]
+    shape: tuple[int, ...] = value[int(expert)].shape if expert else value.shape
+    return shape
+
+
 def tensor_shapes(base: Base) -> Iterator[Mutant]:
     rng = np.random.default_rng(2)
     for name, value in mutable_tensors(base):
@@ -109,7 +65,7 @@ def tensor_shapes(base: Base) -> Iterator[Mutant]:
         shapes += [value.shape[::-1], (*value.shape, 1), (1, *value.shape), (value.size,), ()]
         shapes += [tuple(rng.integers(1, 14, rng.integers(1, 5)).tolist()) for _ in range(3)]
         for shape in dict.fromkeys(shapes):
-            if shape == value.shape:
+            if shape in (value.shape, other_shape(base, name)):
                 continue
             model = edited_tensor(base, name, np.zeros(shape, value.dtype))
             yield base.mutant(f"{name} has shape {shape}", *shape_patterns(name, value.shape, shape), model=model)
@@ -127,29 +83,35 @@ def shape_patterns(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> tup
     if intermediate is not None and len(old) == len(new):
         changed = [axis - len(old) for axis in range(len(old)) if old[axis] != new[axis]]
         if changed == [intermediate]:
-            return (PROJECTIONS, "expected")
+            return (ANY_PROJECTION, "expected")
     return (field, "expected", shape_pattern(new))
 
 
+def takes(base: Base, name: str, kind: str) -> bool:
+    """Whether the tensor may be of type `kind`, in some shape, beside the others as they are."""
+    projection, part = split_field(name.split(".")[0])
+    form = base.node.spec.formats.get(projection)
+    if form is None:
+        return kind in FLOAT_TYPES
+    if part == "_scales":
+        return kind == "uint8" if form.name == "mxfp4" else kind in FLOAT_TYPES
+    if part == "_zero_points" and form.name == "int4":
+        return kind == "uint8" or kind in FLOAT_TYPES
+    alone = f"{projection}_zero_points" not in base.node.weights
+    return kind == base.node.weights[projection].dtype or (form.name == "int8" and kind in ("uint8", "int8") and alone)
+
+
 def tensor_types(base: Base) -> Iterator[Mutant]:
-    spoken = {"float64": "(float64|double)", "int64": "int64", "int8": "int8"}
+    spoken = {"float64": "(float64|double)", "int64": "int64", "int8": "int8", "uint8": "uint8", "float32": "float32"}
     for name, value in mutable_tensors(base):
         for kind, pattern in spoken.items():
+            if takes(base, name, kind):
+                continue
             model = edited_tensor(base, name, value.astype(kind))
             yield base.mutant(f"{name} is {kind}", name.split(".")[0], pattern, model=model)
 
 
 # Attributes
-
-
-def with_attribute(base: Base, name: str, value: Any) -> ModelProto:
-    """The model with attribute `name` set, or removed when `value` is None."""
-    model = base.copy()
-    attributes = model.graph.node[0].attribute
-    kept = [attribute for attribute in attributes if attribute.name != name]
-    del attributes[:]
-    attributes.extend(kept if value is None else [*kept, helper.make_attribute(name, value)])
-    return model
 
 
 def bad_values(base: Base) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
@@ -174,6 +136,8 @@ def bad_values(base: Base) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         yield "n_group", value, (str(value),)
     for value in (0, -1, spec.n_group + 1, *HUGE):
         yield "topk_group", value, (str(value),)
+    for value in (-1, 5, *HUGE):
+        yield "accuracy_level", value, (str(value),)
     for value in (0.0, -1.0, math.nan):
         yield "norm_p", value, ()
     if spec.router_input != "topk_ids":
@@ -188,11 +152,11 @@ def attribute_values(base: Base) -> Iterator[Mutant]:
     # More experts than tensors, or fewer: the tensors no longer fit, and the message names one or the count.
     for change in (1, -1):
         model = with_attribute(base, "num_experts", base.node.spec.num_experts + change)
-        patterns = (f"(router|{PROJECTIONS}|num_experts|n_group)", "(expected|needs)")
+        patterns = (f"(router|{ANY_PROJECTION}|num_experts|n_group)", "(expected|needs)")
         yield base.mutant(f"num_experts off by {change}", *patterns, model=model)
     for number, value in enumerate(weight_inputs(base)):
         model = with_attribute(base, "weight_inputs", value)
-        yield base.mutant(f"weight_inputs {number} = {value[:60]!r}", f"(weight_inputs|{PROJECTIONS})", model=model)
+        yield base.mutant(f"weight_inputs {number} = {value[:60]!r}", f"(weight_inputs|{ANY_PROJECTION})", model=model)
 
 
 def weight_inputs(base: Base) -> list[str]:
@@ -252,7 +216,7 @@ def node_inputs(base: Base) -> Iterator[Mutant]:
     for count in (FIRST_WEIGHT, FIRST_WEIGHT + 1, len(names) - 1):
         model = base.copy()
         del model.graph.node[0].input[count:]
-        yield base.mutant(f"only {count} inputs", f"(weight_inputs|{PROJECTIONS}|[Ii]nput)", model=model)
+        yield base.mutant(f"only {count} inputs", f"(weight_inputs|{ANY_PROJECTION}|[Ii]nput)", model=model)
     for more in (1, 50):
         model = base.copy()
         model.graph.node[0].input.extend([names[-1]] * more)
@@ -261,7 +225,7 @@ def node_inputs(base: Base) -> Iterator[Mutant]:
 
 def with_extra_input(base: Base, name: str) -> ModelProto:
     """The model with one more fixed input, of the right shape and type, fed by a constant."""
-    spec, kind = base.node.spec, harness.numpy_type(base.node.activation_type)
+    spec, kind = base.node.spec, numpy_type(base.node.activation_type)
     values = {
         "router_weight": np.zeros((spec.num_experts, spec.hidden_size), kind),
         "router_bias": np.zeros(spec.num_experts, kind),
@@ -270,7 +234,7 @@ def with_extra_input(base: Base, name: str) -> ModelProto:
         "topk_weights": np.zeros((4, spec.top_k), kind),
     }
     model = with_inputs(base, {position_of(name): name})
-    model.graph.initializer.append(harness.make_tensor(name, values[name]))
+    model.graph.initializer.append(make_tensor(name, values[name]))
     return model
 
 
@@ -281,7 +245,7 @@ def graph_inputs(base: Base) -> Iterator[Mutant]:
         kept = [tensor for tensor in model.graph.initializer if tensor.name != name]
         del model.graph.initializer[:]
         model.graph.initializer.extend(kept)
-        kind = harness.ONNX_TYPES[value.dtype.name]
+        kind = ONNX_TYPES[value.dtype.name]
         model.graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
         feeds = base.feeds | {name: value}
         patterns = (name.split(".")[0], "(constant|initializer)")
@@ -293,7 +257,7 @@ def graph_inputs(base: Base) -> Iterator[Mutant]:
 def graph_input(base: Base, position: int, name: str) -> Iterator[Mutant]:
     value = base.feeds[name]
     size = value.shape[-1]
-    any_name = f"({name}|router_weight|router_logits|hidden_states|{PROJECTIONS})"
+    any_name = f"({name}|router_weight|router_logits|hidden_states|{ANY_PROJECTION})"
     for wrong in (size + 1, size - 1, 1):
         feeds = base.feeds | {name: np.zeros((4, wrong), value.dtype)}
         model = with_graph_input(base, position, value.dtype.name, ["T", wrong])
@@ -319,7 +283,10 @@ def with_graph_input(base: Base, position: int, kind: str, shape: list[int | str
     """The model with one graph input declared anew; the output goes with the type of hidden_states."""
     model = base.copy()
     name = model.graph.input[position].name
-    model.graph.input[position].CopyFrom(helper.make_tensor_value_info(name, harness.ONNX_TYPES[kind], shape))
+    model.graph.input[position].CopyFrom(helper.make_tensor_value_info(name, ONNX_TYPES[kind], shape))
     if name == "hidden_states":
-        model.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", harness.ONNX_TYPES[kind], None))
+        model.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", ONNX_TYPES[kind], None))
     return model
+
+
+FAMILIES = (tensor_shapes, tensor_types, attribute_values, formats, attribute_types, node_inputs, graph_inputs)

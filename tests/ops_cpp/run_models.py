@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tests import node as harness
+from tests.tensors import misaligned
 
 
 def outcome(path: Path) -> dict[str, str]:
@@ -21,7 +22,7 @@ def outcome(path: Path) -> dict[str, str]:
     try:
         session = harness.make_session(path)
         stage = "run"
-        harness.run(session, {name: harness.misaligned(v) for name, v in np.load(path.with_suffix(".npz")).items()})
+        harness.run(session, {name: misaligned(v) for name, v in np.load(path.with_suffix(".npz")).items()})
     except Exception as error:
         return {"stage": stage, "type": type(error).__name__, "message": str(error)}
     return {"stage": "done", "type": "", "message": ""}

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graph_passes.moe_spec import ROUTER_INPUTS, MoeSpec, default_of
-from graph_passes.op_schema import ATTRIBUTES, FLOAT_TYPES, INDEX_TYPES
+from graph_passes.op_schema import ATTRIBUTES, FLOAT_TYPES, INDEX_TYPES, PROJECTIONS
+from graph_passes.quantize.formats import BLOCKS
 from tests import node as harness
 from tests.node import Node, Tensors, make_spec
 
@@ -70,6 +71,30 @@ def activations(draw: st.DrawFn, mlp: str, has_shared: bool) -> dict[str, Any]:
 
 
 @st.composite
+def quantisation(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of quantised weights; half of the nodes have none, the others leave some projections plain."""
+    if draw(st.booleans()):
+        return {}
+    words = [None, "mxfp4", "int4", "int8", *(f"{name}:{block}" for name in ("int4", "int8") for block in BLOCKS)]
+    drawn = {name: draw(st.sampled_from(words)) for name in PROJECTIONS}
+    return {
+        "formats": {name: word for name, word in drawn.items() if word},
+        "zero_points": draw(st.booleans()),
+        "accuracy_level": draw(st.sampled_from([0, 4])),
+    }
+
+
+def types_of(draw: st.DrawFn, spec: MoeSpec) -> dict[str, str]:
+    """A type for each weight field, of those that it may have."""
+    types = {name: draw(st.sampled_from(FLOAT_TYPES)) for name in spec.weight_inputs}
+    for name, form in spec.formats.items():
+        types[name] = draw(st.sampled_from(["uint8", "int8"])) if form.name == "int8" else "uint8"
+        zero_types = ["uint8", *FLOAT_TYPES] if form.name == "int4" else [types[name]]
+        types[f"{name}_zero_points"] = draw(st.sampled_from(zero_types))
+    return types
+
+
+@st.composite
 def specs(draw: st.DrawFn) -> MoeSpec:
     """Any node that the op accepts, within `MOST_WEIGHTS`."""
     hidden = draw(st.sampled_from(SIZES))
@@ -97,6 +122,7 @@ def specs(draw: st.DrawFn) -> MoeSpec:
         apply_weights_to=draw(st.sampled_from(WORDS["apply_weights_to"])),
         **draw(routers(experts)),
         **draw(activations(mlp, bool(shared))),
+        **draw(quantisation()),
     )
 
 
@@ -109,7 +135,7 @@ def problems(draw: st.DrawFn) -> tuple[Node, Tensors, dict[str, Any]]:
     activation = draw(types)
     mixed = draw(st.booleans())
     constants = ("router_weight", "router_bias", "e_score_correction_bias")
-    weight_types = {name: draw(types) for name in (*constants, *spec.weight_inputs)} if mixed else {}
+    weight_types = {name: draw(types) for name in constants} | types_of(draw, spec) if mixed else {}
     scored = spec.router_input != "topk_ids" and spec.score_func != "sparsemixer"
     node = harness.random_node(
         spec,

@@ -11,6 +11,7 @@ from onnx import helper
 from graph_passes.op_schema import FLOAT_TYPES, INDEX_TYPES
 from tests import node as harness
 from tests.node import Node, Tensors, make_spec
+from tests.tensors import ONNX_TYPES, misaligned, numpy_type
 
 NAN, INF = np.nan, np.inf
 
@@ -86,6 +87,22 @@ def test_a_token_does_not_depend_on_its_batch(weight_type: str, activation_type:
     for rows in subsets:
         part = harness.run(session, {"hidden_states": feeds["hidden_states"][rows]})["output"]
         assert same_bits(part, whole[rows]), f"rows {rows.tolist()}"
+
+
+@pytest.mark.parametrize("activation_type", FLOAT_TYPES)
+@pytest.mark.parametrize("apply_weights_to", ["output", "input"])
+def test_each_expert_may_have_its_own_type(apply_weights_to: str, activation_type: str) -> None:
+    """Types of one field differ from expert to expert; a token has several of them."""
+    fields = {"experts_stacked": False, "activation_type": activation_type, "apply_weights_to": apply_weights_to}
+    for first in range(3):
+        node = qwen3(**fields, types={"router_weight": "float32"})
+        weights: dict[str, Any] = dict(node.weights)
+        for place, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+            kinds = [numpy_type(FLOAT_TYPES[(first + place + e) % 3]) for e in range(16)]
+            weights[name] = [node.weights[name][e].astype(kind) for e, kind in enumerate(kinds)]
+        node.weights = weights
+        for tokens in (1, 40):
+            harness.check(node, harness.random_feeds(node, np.random.default_rng(25), (tokens,)), threads=2)
 
 
 def test_optional_output_changes_nothing() -> None:
@@ -329,7 +346,7 @@ def test_inputs_at_odd_addresses(activation_type: str, router_input: str) -> Non
     feeds = harness.random_feeds(node, np.random.default_rng(4), (7,))
     session = harness.make_session(harness.make_model(node))
     want = harness.run(session, feeds)["output"]
-    moved = {name: harness.misaligned(value) for name, value in feeds.items()}
+    moved = {name: misaligned(value) for name, value in feeds.items()}
     assert all(value.ctypes.data % value.itemsize for value in moved.values())
     assert same_bits(harness.run(session, moved)["output"], want)
 
@@ -361,13 +378,13 @@ def test_the_next_node_knows_the_type(activation_type: str) -> None:
     node = qwen3(router_input="router_logits", activation_type=activation_type)
     router_type = "float32" if activation_type != "float32" else "float16"
     model = harness.make_model(node, router_type=router_type)
-    model.graph.node.append(helper.make_node("Cast", ["output"], ["cast"], to=harness.ONNX_TYPES["float32"]))
+    model.graph.node.append(helper.make_node("Cast", ["output"], ["cast"], to=ONNX_TYPES["float32"]))
     del model.graph.output[:]
-    model.graph.output.append(helper.make_tensor_value_info("cast", harness.ONNX_TYPES["float32"], None))
+    model.graph.output.append(helper.make_tensor_value_info("cast", ONNX_TYPES["float32"], None))
     feeds = harness.random_feeds(node, np.random.default_rng(23), (5,), router_type=router_type)
     session = harness.make_session(model)
     assert session.get_outputs()[0].shape == ["T", 60]
-    got = harness.run(session, feeds)["cast"].astype(harness.numpy_type(activation_type))
+    got = harness.run(session, feeds)["cast"].astype(numpy_type(activation_type))
     harness.assert_close(node, got, harness.expected(node, feeds)[0])
 
 

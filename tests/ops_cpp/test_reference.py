@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from graph_passes import reference
 from graph_passes.moe_spec import MoeSpec
-from tests.node import make_spec
+from tests.node import make_spec, random_node
 
 pytestmark = pytest.mark.dynamo
 torch = pytest.importorskip("torch")
@@ -345,3 +345,37 @@ def test_highest_tie_break_mirrors_lowest() -> None:
     scores = np.random.default_rng(12).integers(0, 4, (50, 16)).astype(np.float64)
     lowest = reference.top_k(fused(), scores[:, ::-1], K)
     np.testing.assert_array_equal(reference.top_k(fused(tie_break="highest"), scores, K), 15 - lowest)
+
+
+@pytest.mark.parametrize("matmul_nbits", [False, True])
+@pytest.mark.parametrize("formats", [("int4:32", "int8"), ("mxfp4", "int4"), ("int8:16", "mxfp4")])
+def test_quantised_projections_are_dequantised(formats: tuple[str, str], matmul_nbits: bool) -> None:
+    """The output is that of a float layer with the dequantised weights, whatever the shapes of the tensors."""
+    first, down = formats
+    sizes: dict[str, Any] = {"hidden_size": 70, "intermediate_size": 33, "num_experts": 3, "top_k": 2}
+    words = {"gate_up_proj": first, "down_proj": down, "shared_up_proj": down}
+    layout: dict[str, Any] = {"mlp": "fused", "bias": True, "shared_intermediate_size": 5, "shared_mlp": "plain"}
+    spec = make_spec(**sizes, **layout, formats=words, zero_points=True)
+    plain = make_spec(**sizes, **layout)
+    rng = np.random.default_rng(6)
+    weights = random_node(spec, rng).weights
+    values = {name: weights[name] for name in plain.weight_inputs}
+    for name, form in spec.formats.items():
+        shape, zeros = spec.matrix_shape(name), weights.get(f"{name}_zero_points")
+        if name.startswith("shared_"):
+            values[name] = form.dequantise(weights[name], weights[f"{name}_scales"], zeros, *shape)
+        else:
+            each = [
+                (weights[name][e], weights[f"{name}_scales"][e], None if zeros is None else zeros[e]) for e in range(3)
+            ]
+            values[name] = np.stack([form.dequantise(*parts, *shape) for parts in each])
+        if matmul_nbits:
+            leading = weights[name].shape[:-1]
+            weights[name] = weights[name].reshape(*leading, form.blocks(shape[1]), -1)
+            weights[f"{name}_scales"] = weights[f"{name}_scales"].reshape(*leading[:-1], -1)
+    x = rng.standard_normal((4, 70))
+    router = {"router_weight": rng.standard_normal((3, 70))}
+    got, _ = reference.hina_moe(spec, x, weights, **router)
+    want, _ = reference.hina_moe(plain, x, values, **router)
+    assert np.abs(want).max() > 0
+    np.testing.assert_array_equal(got, want)

@@ -1,5 +1,6 @@
-// Kernel family `convert`: float32 from and to a weight or activation type, `n` elements, any alignment.
-// `widen` is exact; `narrow` rounds to nearest, ties to even, and overflows to infinity.
+// Kernel family `convert`: float32 from and to the type of a tensor, `n` elements, any alignment. `widen` is exact and
+// takes every DataType; `narrow` takes the float types (nullptr for others), rounds to nearest, ties to even, and
+// overflows to infinity.
 #pragma once
 
 #include "kernels/types.h"

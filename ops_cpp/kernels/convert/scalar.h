@@ -1,4 +1,4 @@
-// Scalar conversions between float32 and the 16-bit types, by their bits; safe at any alignment.
+// Scalar conversions between float32 and the types of tensors, by their bits; safe at any alignment.
 // float16 is IEEE 754 binary16, bfloat16 the upper half of binary32; both round to nearest, ties to even.
 #pragma once
 
@@ -48,12 +48,23 @@ namespace {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+[[maybe_unused]] inline float float_of_e8m0(uint8_t e) {
+  if (e == 0xff) return std::bit_cast<float>(0x7fc00000u);
+  return std::bit_cast<float>(e == 0 ? 0x400000u : static_cast<uint32_t>(e) << 23);  // 2^-127 is subnormal
+}
+
 template <DataType type>
 [[maybe_unused]] inline float load(const void* base, int64_t index) {
   if constexpr (type == DataType::kFloat32) {
     float value;
     std::memcpy(&value, static_cast<const char*>(base) + index * 4, 4);
     return value;
+  } else if constexpr (type == DataType::kUint8 || type == DataType::kInt8 || type == DataType::kE8M0) {
+    const uint8_t value = static_cast<const uint8_t*>(base)[index];
+    if constexpr (type == DataType::kE8M0) return float_of_e8m0(value);
+    return type == DataType::kUint8 ? value : static_cast<int8_t>(value);
+  } else if constexpr (type == DataType::kUint4) {
+    return static_cast<float>((static_cast<const uint8_t*>(base)[index / 2] >> (index % 2 * 4)) & 15);
   } else {
     uint16_t value;
     std::memcpy(&value, static_cast<const char*>(base) + index * 2, 2);

@@ -7,7 +7,7 @@ namespace hina {
 namespace {
 
 template <DataType type>
-void dot(const void* const* rows, int n_rows, const float* const* tokens, int n_tokens, int64_t k, float* out,
+void dot(const void* const* rows, int n_rows, const void* const* tokens, int n_tokens, int64_t k, float* out,
          int64_t out_stride) {
   constexpr int kLanes = 8;
   for (int r = 0; r < n_rows; ++r) {
@@ -28,10 +28,10 @@ void dot(const void* const* rows, int n_rows, const float* const* tokens, int n_
 
 }  // namespace
 
-const DotKernel kDotPortable[kDataTypeCount] = {
-    {"dot_f32_portable", Isa::kPortable, DataType::kFloat32, dot<DataType::kFloat32>},
-    {"dot_f16_portable", Isa::kPortable, DataType::kFloat16, dot<DataType::kFloat16>},
-    {"dot_bf16_portable", Isa::kPortable, DataType::kBFloat16, dot<DataType::kBFloat16>},
+const DotKernel kDotPortable[kFloatTypeCount] = {
+    {"dot_f32_portable", Isa::kPortable, DataType::kFloat32, DataType::kFloat32, dot<DataType::kFloat32>},
+    {"dot_f16_portable", Isa::kPortable, DataType::kFloat16, DataType::kFloat32, dot<DataType::kFloat16>},
+    {"dot_bf16_portable", Isa::kPortable, DataType::kBFloat16, DataType::kFloat32, dot<DataType::kBFloat16>},
 };
 
 }  // namespace hina

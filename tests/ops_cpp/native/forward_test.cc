@@ -40,6 +40,40 @@ struct Buffers {
     return data;
   }
 
+  std::byte* bytes(int64_t count) {
+    all.push_back(std::make_unique<std::byte[]>(static_cast<size_t>(count)));
+    for (int64_t i = 0; i < count; ++i) all.back()[i] = static_cast<std::byte>(g_random());
+    return all.back().get();
+  }
+
+  // Random codes, scales and zero points; rows end with their last block, or with their last value.
+  Matrix quantised(int64_t rows, int64_t cols, WeightFormat format, int64_t block, bool zero_points) {
+    const bool by4 = format == WeightFormat::kInt4 || format == WeightFormat::kMxfp4;
+    const int64_t blocks = block == 0 ? 1 : (cols + block - 1) / block;
+    Matrix m;
+    m.format = format;
+    m.block = block;
+    m.row_bytes = ((block == 0 ? cols : blocks * block) + by4) / (1 + by4);
+    m.row_stride = m.row_bytes;
+    m.data = bytes(rows * m.row_stride);
+    if (format == WeightFormat::kMxfp4) {
+      m.scale_type = DataType::kE8M0;
+      m.scale_stride = blocks;
+      std::byte* scales = bytes(rows * blocks);
+      for (int64_t i = 0; i < rows * blocks; ++i) scales[i] = static_cast<std::byte>(pick(118, 124));
+      m.scales = scales;
+      return m;
+    }
+    m.scale_type = static_cast<DataType>(pick(0, 2));
+    m.scale_stride = blocks * (m.scale_type == DataType::kFloat32 ? 4 : 2);
+    m.scales = filled(rows * blocks, m.scale_type, (by4 ? 0.2f : 0.01f) / std::sqrt(static_cast<float>(cols)));
+    if (!zero_points) return m;
+    m.zero_point_type = by4 ? DataType::kUint4 : format == WeightFormat::kInt8 ? DataType::kInt8 : DataType::kUint8;
+    m.zero_point_stride = by4 ? (blocks + 1) / 2 : blocks;
+    m.zero_points = bytes(rows * m.zero_point_stride);
+    return m;
+  }
+
   Matrix matrix(int64_t rows, int64_t cols) {
     const DataType type = static_cast<DataType>(pick(0, 2));
     return {filled(rows * cols, type, 1.0f / std::sqrt(static_cast<float>(cols))),
@@ -53,13 +87,29 @@ std::vector<float> bias(int64_t n) {
   return values;
 }
 
-Expert random_expert(Buffers& buffers, int64_t hidden, int64_t size, bool gated) {
-  Expert e;
-  if (gated) e.gate = buffers.matrix(size, hidden), e.gate_bias = bias(size);
-  e.up = buffers.matrix(size, hidden), e.up_bias = bias(size);
-  e.down = buffers.matrix(hidden, size), e.down_bias = bias(hidden);
-  return e;
-}
+// How one projection of all experts is stored.
+struct Storage {
+  WeightFormat format = static_cast<WeightFormat>(std::max<int64_t>(0, pick(-2, kWeightFormatCount - 1)));
+  int64_t block = format == WeightFormat::kMxfp4 ? 32 : pick(0, 1) ? 32 : pick(0, 1) ? 0 : 16 << pick(0, 4);
+  bool zero_points = pick(0, 1);
+
+  Matrix make(Buffers& buffers, int64_t rows, int64_t cols) const {
+    if (format == WeightFormat::kFloat) return buffers.matrix(rows, cols);
+    return buffers.quantised(rows, cols, format, block, zero_points);
+  }
+};
+
+struct ExpertStorage {
+  Storage gate, up, down;
+
+  Expert make(Buffers& buffers, int64_t hidden, int64_t size, bool gated) const {
+    Expert e;
+    if (gated) e.gate = gate.make(buffers, size, hidden), e.gate_bias = bias(size);
+    e.up = up.make(buffers, size, hidden), e.up_bias = bias(size);
+    e.down = down.make(buffers, hidden, size), e.down_bias = bias(hidden);
+    return e;
+  }
+};
 
 Params random_layer(Buffers& buffers) {
   Params p;
@@ -90,13 +140,14 @@ Params random_layer(Buffers& buffers) {
   p.router.weight = buffers.matrix(p.num_experts, p.hidden_size);
   p.router.bias = bias(p.num_experts);
   p.router.correction = bias(p.num_experts);
+  p.int8_activations = pick(0, 1);
+  const ExpertStorage storage;
   for (int64_t e = 0; e < p.num_experts; ++e)
-    p.experts.push_back(random_expert(buffers, p.hidden_size, p.intermediate_size, p.gated));
-  p.any_narrow_weight = true;
+    p.experts.push_back(storage.make(buffers, p.hidden_size, p.intermediate_size, p.gated));
   if (pick(0, 2) == 0) {
     p.shared_intermediate_size = pick(1, 90);
     p.shared_gated = pick(0, 1);
-    p.shared = random_expert(buffers, p.hidden_size, p.shared_intermediate_size, p.shared_gated);
+    p.shared = ExpertStorage().make(buffers, p.hidden_size, p.shared_intermediate_size, p.shared_gated);
     if (pick(0, 1)) p.shared_gate = buffers.matrix(1, p.hidden_size);
   }
   return p;
@@ -121,13 +172,14 @@ std::string run(const Params& p, Call call, int threads, std::vector<std::byte>&
   constexpr int kWorkers = 8;
   call.output = output.data();
   call.tokens_per_expert = counts.data();
-  const int64_t bytes = workspace_bytes(p, call, kWorkers);
+  const KernelSet kernels = select_kernels(choose_isa().isa);
+  const int64_t bytes = workspace_bytes(p, kernels, call, kWorkers);
   CHECK(bytes >= 0, "workspace");
   std::unique_ptr<void, void (*)(void*)> workspace(
       std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64 + 64)), std::free);
   std::memset(workspace.get(), 0xff, static_cast<size_t>(bytes));  // NaN, and ids of -1
   Threads pool{threads};
-  return forward(p, select_kernels(choose_isa().isa), call, workspace.get(), kWorkers, {&pool, parallel_for});
+  return forward(p, kernels, call, workspace.get(), kWorkers, {&pool, parallel_for});
 }
 
 void test_layer(int round) {

@@ -1,0 +1,1 @@
+"""Formats of quantised weights, and rounding to them."""

@@ -1,0 +1,203 @@
+"""Weight tensors as another type: computed when the model is saved, one matrix at a time, nothing held for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graph_passes.external_data import release
+from graph_passes.fuse_moe import StackedExperts
+from graph_passes.quantize.formats import WeightFormat
+from graph_passes.quantize.rtn import WeightError, cast, fits_float16, quantise
+
+Target = ir.DataType | WeightFormat
+"""What weights become: a float type or a format of quantised weights."""
+
+Tick = Callable[[], None]
+"""Called for each matrix that is done."""
+
+
+class Conversion:
+    """One projection of a node, a tensor or one tensor for each expert, and what it becomes.
+
+    `measure` reads the weights and chooses the type of the scales: a model says types before data. `values` makes the
+    new initializers, whose data is computed when the model is saved.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ir.Value],
+        leading: tuple[int, ...],
+        shape: tuple[int, int],
+        target: Target,
+        symmetric: bool,
+    ) -> None:
+        """Convert `sources`, each a matrix `shape` [N, K] or a stack of them (`leading` is () or (E,))."""
+        self.target = target
+        self.scale_type = ir.DataType.FLOAT16
+        self._tensors = [_Tensor(value, leading, shape, target, symmetric) for value in sources]
+        self._made: dict[str, list[ir.Value]] = {}
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices there are."""
+        return sum(tensor.matrices for tensor in self._tensors)
+
+    @property
+    def before(self) -> str:
+        """The types that the weights had."""
+        return "/".join(sorted({tensor.stored.dtype.numpy().name for tensor in self._tensors}))
+
+    @property
+    def after(self) -> str:
+        """The type or format that they have."""
+        return str(self.target) if isinstance(self.target, WeightFormat) else self.target.numpy().name
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the old tensors."""
+        return sum(tensor.stored.nbytes for tensor in self._tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the new tensors, scales and zero points included."""
+        made = (value.const_value for values in self._made.values() for value in values)
+        return sum(tensor.nbytes for tensor in made if tensor is not None)
+
+    @property
+    def relative_l2(self) -> float | None:
+        """sqrt(sum (w - new w)^2 / sum w^2) over all experts; None until the model is saved."""
+        error, norm = 0.0, 0.0
+        for tensor in self._tensors:
+            if tensor.squared_error is None:
+                return None
+            error, norm = error + tensor.squared_error, norm + tensor.squared_norm
+        return math.sqrt(error / norm) if norm else 0.0
+
+    @property
+    def has_float_scales(self) -> bool:
+        """Whether there are scales whose type is to be chosen."""
+        return isinstance(self.target, WeightFormat) and self.target.name != "mxfp4"
+
+    def measure(self, tick: Tick) -> None:
+        """Choose float16 for the scales where each is zero or a normal number of it, else float32.
+
+        Raises WeightError, naming the tensor, for NaN and infinities.
+        """
+        if not all([tensor.fits_float16(tick) for tensor in self._tensors]):
+            self.scale_type = ir.DataType.FLOAT
+
+    def values(self, unique: Callable[[str], str], tick: Tick) -> dict[str, list[ir.Value]]:
+        """New initializers for "" (values or codes), "_scales" and "_zero_points"; every call returns the same.
+
+        They are registered in the graphs of the old ones, under names that `unique` makes. Saving them may raise
+        WeightError, naming the old tensor.
+        """
+        for tensor in () if self._made else self._tensors:
+            graph = tensor.source.graph
+            assert graph is not None
+            base = f"{tensor.source.name}.{self.after.replace(':', '_')}"
+            for part, lazy in tensor.parts(self.scale_type, tick).items():
+                lazy.name = unique(base + part)
+                value = ir.Value(name=lazy.name, shape=lazy.shape, type=ir.TensorType(lazy.dtype), const_value=lazy)
+                graph.register_initializer(value)
+                self._made.setdefault(part, []).append(value)
+        return self._made
+
+
+class _Tensor:
+    """One tensor, a matrix or a stack of them, and the tensors that it becomes.
+
+    These are computed together when the first of them is read, and each is let go once it is read, so that saving a
+    model holds one tensor in its new form and one matrix in its old.
+    """
+
+    def __init__(
+        self, source: ir.Value, leading: tuple[int, ...], shape: tuple[int, int], target: Target, symmetric: bool
+    ) -> None:
+        assert source.const_value is not None
+        self.source, self.stored = source, source.const_value
+        self.leading, self.shape, self.target, self.symmetric = leading, shape, target, symmetric
+        self.matrices = math.prod(leading)
+        self.squared_error: float | None = None  # None until computed
+        self.squared_norm = 0.0
+        self._held: dict[str, npt.NDArray[Any]] = {}
+
+    def fits_float16(self, tick: Tick) -> bool:
+        """Whether every scale is zero or a normal float16."""
+        assert isinstance(self.target, WeightFormat)
+        fits = True
+        for index, matrix in enumerate(self._read()):
+            with self._named(index):
+                fits = fits_float16(matrix, self.target, self.symmetric) and fits
+            tick()
+        return fits
+
+    def parts(self, scale_type: ir.DataType, tick: Tick) -> dict[str, ir.LazyTensor]:
+        """What the tensor becomes."""
+        if isinstance(self.target, ir.DataType):
+            places = {"": (self.target, self.shape)}
+        else:
+            codes, scales, zeros = self.target.shapes(*self.shape)
+            mxfp4 = self.target.name == "mxfp4"
+            places = {"": (ir.DataType.UINT8, codes), "_scales": (ir.DataType.UINT8 if mxfp4 else scale_type, scales)}
+            if not (mxfp4 or self.symmetric):
+                places["_zero_points"] = (ir.DataType.UINT8, zeros)
+
+        def take(part: str) -> ir.TensorProtocol:
+            if part not in self._held:
+                made = {
+                    name: np.empty((*self.leading, *shape), dtype.numpy()) for name, (dtype, shape) in places.items()
+                }
+                self._fill(list(made.values()), tick)
+                self._held = made
+            return ir.Tensor(self._held.pop(part), dtype=places[part][0])
+
+        return {
+            part: ir.LazyTensor(partial(take, part), dtype, ir.Shape((*self.leading, *shape)))
+            for part, (dtype, shape) in places.items()
+        }
+
+    def _fill(self, arrays: list[npt.NDArray[Any]], tick: Tick) -> None:
+        """Compute the parts into `arrays`."""
+        arrays = [array.reshape(self.matrices, *array.shape[-2:]) for array in arrays]
+        squared_error, squared_norm = 0.0, 0.0
+        for index, matrix in enumerate(self._read()):
+            with self._named(index):
+                if isinstance(self.target, WeightFormat):
+                    made = quantise(matrix, self.target, symmetric=self.symmetric, scale_type=arrays[1].dtype)
+                else:
+                    made = cast(matrix, arrays[0].dtype)
+            for array, part in zip(arrays, made.parts, strict=True):
+                array[index] = part
+            squared_error += made.squared_error
+            squared_norm += made.squared_norm
+            tick()
+        self.squared_error, self.squared_norm = squared_error, squared_norm
+
+    def _read(self) -> Iterator[npt.NDArray[Any]]:
+        """The matrices one by one: a file is unmapped between them, as what was read of it counts as memory in use."""
+        if isinstance(self.stored, StackedExperts):
+            yield from (self.stored.expert(index).reshape(self.shape) for index in range(self.matrices))
+        elif isinstance(self.stored, ir.ExternalTensor):
+            for index in range(self.matrices):
+                yield self.stored.numpy().reshape(self.matrices, *self.shape)[index].copy()
+                release(self.stored)
+        else:
+            yield from self.stored.numpy().reshape(self.matrices, *self.shape)
+
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """Put the name of the tensor before a WeightError of the body."""
+        try:
+            yield
+        except WeightError as error:
+            expert = f", expert {index}," if self.leading else ""
+            raise WeightError(f"the weights {self.source.name}{expert} cannot be converted: {error}") from error

@@ -1,0 +1,180 @@
+// The vocabulary of the vector sources (kernels/<family>/vector.h) for AVX2, FMA and F16C; avx512.h has the same one.
+//
+//   Floats, kLanes, kRegisters   a vector of float32, of which there are so many; + - * / round like the scalar ones
+//   zero, broadcast, load, store, fma, minimum, maximum, round_to_integer, scale_by_power, pin
+//   Tail                         the first `left` lanes, 0 < left < kLanes: load and store touch no other in memory,
+//                                and the others are loaded as zeros
+//   kBytes<type>                 of kLanes values of a type in memory
+//   widen<type>, narrow<type>    kLanes values of a type, or the first ones with a Tail, to and from float32
+//   Table, nibbles, look_up      sixteen floats, chosen by four bits
+//   sum_rows<n>                  the sum of the lanes of each of n accumulators
+//
+// An instruction set has one order of addition in sum_rows, whatever n: the upper half of the lanes is added to the
+// lower one until four are left, then (0 + 1) + (2 + 3).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "kernels/simd/macros.h"
+#include "kernels/types.h"
+
+namespace hina {
+// Internal linkage in every includer, see convert/scalar.h.
+namespace {
+namespace simd {
+
+using Floats = __m256;
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+
+HINA_INLINE Floats zero() { return _mm256_setzero_ps(); }
+HINA_INLINE Floats broadcast(float value) { return _mm256_set1_ps(value); }
+HINA_INLINE Floats load(const float* at) { return _mm256_loadu_ps(at); }
+HINA_INLINE void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+HINA_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+// Keeps `v` in a register: the compiler would rather read it from memory again for each use, and loads are scarce.
+template <typename Vector>
+HINA_INLINE void pin(Vector& v) {
+  __asm__("" : "+x"(v));
+}
+// When one is NaN, the second one.
+HINA_INLINE Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+HINA_INLINE Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+HINA_INLINE Floats round_to_integer(Floats v) {
+  return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// v * 2^n for whole |n| < 250, as two factors: beyond the range of float32 it is infinity, a subnormal or zero.
+HINA_INLINE Floats power_of_two(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+HINA_INLINE Floats scale_by_power(Floats v, Floats n) {
+  const __m256i whole = _mm256_cvtps_epi32(n);
+  const __m256i half = _mm256_srai_epi32(whole, 1);
+  return v * power_of_two(half) * power_of_two(_mm256_sub_epi32(whole, half));
+}
+
+struct Tail {
+  int left;
+  __m256i mask;
+
+  explicit HINA_INLINE Tail(int64_t left)
+      : left(static_cast<int>(left)),
+        mask(_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(left)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))) {
+  }
+};
+HINA_INLINE Floats load(const float* at, Tail tail) { return _mm256_maskload_ps(at, tail.mask); }
+HINA_INLINE void store(float* at, Floats v, Tail tail) { _mm256_maskstore_ps(at, tail.mask, v); }
+
+template <DataType type>
+constexpr int kBytes = type == DataType::kFloat32 ? 4 * kLanes
+                       : type == DataType::kUint4 ? kLanes / 2
+                       : type < DataType::kUint8  ? 2 * kLanes
+                                                  : kLanes;
+
+// Four-bit codes, one in the low half of each lane; what lies above it is not cleared.
+HINA_INLINE __m256i nibbles(const void* at) {
+  int32_t eight;
+  std::memcpy(&eight, at, 4);
+  return _mm256_srlv_epi32(_mm256_set1_epi32(eight), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+}
+HINA_INLINE __m256i nibbles(const void* at, Tail tail) {
+  alignas(4) char part[4] = {};
+  std::memcpy(part, at, static_cast<size_t>(tail.left + 1) / 2);
+  return nibbles(part);
+}
+
+template <DataType type>
+HINA_INLINE Floats widen(const void* at) {
+  if constexpr (type == DataType::kFloat32) {
+    return load(static_cast<const float*>(at));
+  } else if constexpr (type == DataType::kFloat16) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+  } else if constexpr (type == DataType::kBFloat16) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  } else if constexpr (type == DataType::kUint4) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(nibbles(at), _mm256_set1_epi32(15)));
+  } else {
+    const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(at));
+    if constexpr (type == DataType::kInt8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    const __m256i codes = _mm256_cvtepu8_epi32(bytes);
+    if constexpr (type == DataType::kUint8) return _mm256_cvtepi32_ps(codes);
+    // E8M0 is the exponent of float32, but for 0 (2^-127, subnormal) and 255 (NaN), which want one bit of the fraction.
+    const __m256i is_end = _mm256_or_si256(_mm256_cmpeq_epi32(codes, _mm256_setzero_si256()),
+                                           _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(255)));
+    const __m256i fraction = _mm256_and_si256(is_end, _mm256_set1_epi32(0x400000));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(codes, 23), fraction));
+  }
+}
+
+template <DataType type>
+HINA_INLINE Floats widen(const void* at, Tail tail) {
+  if constexpr (type == DataType::kFloat32) return load(static_cast<const float*>(at), tail);
+  alignas(16) char part[16] = {};
+  std::memcpy(part, at, static_cast<size_t>((tail.left * kBytes<type> + kLanes - 1) / kLanes));
+  return widen<type>(part);
+}
+
+template <DataType type>
+HINA_INLINE void narrow(Floats value, void* at) {
+  if constexpr (type == DataType::kFloat32) {
+    store(static_cast<float*>(at), value);
+  } else if constexpr (type == DataType::kFloat16) {
+    _mm_storeu_si128(static_cast<__m128i*>(at), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  } else {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i upper = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+    _mm_storeu_si128(static_cast<__m128i*>(at), _mm256_castsi256_si128(packed));
+  }
+}
+
+template <DataType type>
+HINA_INLINE void narrow(Floats value, void* at, Tail tail) {
+  if constexpr (type == DataType::kFloat32) return store(static_cast<float*>(at), value, tail);
+  alignas(16) char part[16];
+  narrow<type>(value, part);
+  std::memcpy(at, part, static_cast<size_t>(tail.left) * 2);
+}
+
+struct Table {
+  Floats low, high;
+
+  explicit HINA_INLINE Table(const float* values) : low(load(values)), high(load(values + 8)) {}
+  HINA_INLINE Table(Floats low, Floats high) : low(low), high(high) {}
+  HINA_INLINE Table operator-(Floats v) const { return {low - v, high - v}; }
+  HINA_INLINE Table operator*(Floats v) const { return {low * v, high * v}; }
+};
+HINA_INLINE Floats look_up(const Table& table, __m256i codes) {
+  const Floats low = _mm256_permutevar8x32_ps(table.low, codes), high = _mm256_permutevar8x32_ps(table.high, codes);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+
+HINA_INLINE __m128 fold(Floats v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
+
+// out[i] = sum of the lanes of acc[i * stride], n is 1 or a multiple of 4.
+template <int n>
+HINA_INLINE void sum_rows(const Floats* acc, int64_t stride, float* out) {
+  if constexpr (n == 1) {
+    const __m128 pairs = _mm_hadd_ps(fold(*acc), _mm_setzero_ps());
+    _mm_store_ss(out, _mm_hadd_ps(pairs, pairs));
+  } else {
+    HINA_UNROLL
+    for (int i = 0; i < n; i += 4) {
+      const __m128 ab = _mm_hadd_ps(fold(acc[i * stride]), fold(acc[(i + 1) * stride]));
+      const __m128 cd = _mm_hadd_ps(fold(acc[(i + 2) * stride]), fold(acc[(i + 3) * stride]));
+      _mm_storeu_ps(out + i, _mm_hadd_ps(ab, cd));
+    }
+  }
+}
+
+}  // namespace simd
+}  // namespace
+}  // namespace hina

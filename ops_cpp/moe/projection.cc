@@ -1,0 +1,139 @@
+#include "moe/projection.h"
+
+#include <algorithm>
+
+namespace hina {
+namespace {
+
+constexpr int kShortUnit = 16;
+constexpr int64_t kAlignment = 64;
+
+int unit_of(const Matrix& matrix) { return matrix.block == kShortUnit ? kShortUnit : kUnit; }
+
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
+
+// Zero point of every code when the model gives none.
+float middle_code(WeightFormat format) {
+  return format == WeightFormat::kInt4 ? 8.0f : format == WeightFormat::kMxfp4 ? 12.0f : 128.0f;
+}
+
+// Scales and zero points of one block of rows, as floats.
+int64_t expanded_bytes(int64_t k, int unit) { return aligned(2 * kRows * ceil_div(k, unit) * 4); }
+
+}  // namespace
+
+TokenForm token_form(const Matrix& matrix, bool int8_activations, const KernelSet& kernels, DataType type) {
+  if (matrix.quantised()) {
+    if (!int8_activations) return TokenForm::kFloat32;
+    const bool by8 = matrix.format == WeightFormat::kUint8 || matrix.format == WeightFormat::kInt8;
+    const bool is_short = unit_of(matrix) == kShortUnit;
+    if (by8) return is_short ? TokenForm::kInt8By8Short : TokenForm::kInt8By8;
+    return is_short ? TokenForm::kInt8By4Short : TokenForm::kInt8By4;
+  }
+  const bool bfloat16 = type == DataType::kBFloat16 && matrix.type == DataType::kBFloat16;
+  return bfloat16 && kernels.dot_bfloat16 != nullptr ? TokenForm::kBFloat16 : TokenForm::kFloat32;
+}
+
+const QDotKernel& qdot_of(TokenForm form, const KernelSet& kernels) {
+  const WeightFormat format = form < TokenForm::kInt8By4 ? WeightFormat::kUint8 : WeightFormat::kInt4;
+  return kernels.qdot[static_cast<int>(format)];
+}
+
+int unit_of(TokenForm form) {
+  return form == TokenForm::kInt8By8Short || form == TokenForm::kInt8By4Short ? kShortUnit : kUnit;
+}
+
+int64_t token_bytes(TokenForm form, int64_t k, const KernelSet& kernels) {
+  if (is_int8(form)) return qdot_of(form, kernels).token_bytes(k, unit_of(form));
+  return k * (form == TokenForm::kBFloat16 ? 2 : 4);
+}
+
+int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k) {
+  if (!matrix.quantised() || is_int8(form)) return kRows;
+  return std::clamp<int64_t>(kDequantiseBytes / (k * 4) / 4 * 4, 4, kRows);
+}
+
+int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, const KernelSet& kernels) {
+  if (is_int8(form))
+    return expanded_bytes(k, unit_of(form)) +
+           kernels.qdot[static_cast<int>(matrix.format)].panel_bytes(k, unit_of(form));
+  return expanded_bytes(k, unit_of(matrix)) + aligned(rows_at_once(matrix, form, k) * k * 4);
+}
+
+Projection::Projection(const Matrix& matrix, int64_t first, int64_t last, int64_t k, TokenForm form, int64_t tokens,
+                       const KernelSet& kernels, std::byte* scratch)
+    : k_(k), count_(static_cast<int>(last - first)) {
+  for (int r = 0; r < count_; ++r) rows_[r] = matrix.row(first + r);
+  if (!matrix.quantised()) {
+    dot_ = form == TokenForm::kBFloat16 ? kernels.dot_bfloat16 : kernels.dot[static_cast<int>(matrix.type)];
+    return;
+  }
+  const int unit = unit_of(matrix);
+  expand(matrix, first, unit, kernels, reinterpret_cast<float*>(scratch));
+  scratch += expanded_bytes(k, unit);
+  if (!is_int8(form)) {
+    dequantise(matrix, kernels, reinterpret_cast<float*>(scratch));
+    return;
+  }
+  qdot_ = &kernels.qdot[static_cast<int>(matrix.format)];
+  qrows_ = {rows_, scales_, zero_points_, count_, matrix.row_bytes, unit};
+  if (qdot_->few != nullptr && unit == kUnit && tokens < qdot_->pack_from) return;
+  qdot_->pack(qrows_, k, scratch);
+  panel_ = scratch;
+}
+
+void Projection::multiply(const void* const* tokens, int n, float* out, int64_t out_stride) const {
+  if (qdot_ == nullptr)
+    dot_(rows_, count_, tokens, n, k_, out, out_stride);
+  else if (panel_ == nullptr)
+    qdot_->few(qrows_, tokens, n, k_, out, out_stride);
+  else
+    qdot_->many(panel_, count_, qrows_.unit, tokens, n, k_, out, out_stride);
+}
+
+void Projection::dequantise(const Matrix& matrix, const KernelSet& kernels, float* room) {
+  const DequantiseFn fn = kernels.dequantise[static_cast<int>(matrix.format)];
+  for (int r = 0; r < count_; ++r, room += k_) {
+    fn(rows_[r], k_, unit_of(matrix), scales_[r], zero_points_[r], room);
+    rows_[r] = room;
+  }
+  dot_ = kernels.dot[static_cast<int>(DataType::kFloat32)];
+}
+
+void Projection::expand(const Matrix& matrix, int64_t first, int unit, const KernelSet& kernels, float* room) {
+  const int64_t units = ceil_div(k_, unit);
+  float* shared_zero_points = nullptr;  // of all rows, where the model gives none
+  if (matrix.zero_points == nullptr) {
+    shared_zero_points = room;
+    std::fill_n(room, units, middle_code(matrix.format));
+    room += units;
+  }
+  for (int r = 0; r < count_; ++r) {
+    scales_[r] = room;
+    zero_points_[r] = shared_zero_points != nullptr ? shared_zero_points : room + units;
+    expand_row(matrix, first + r, unit, kernels, room, shared_zero_points != nullptr ? nullptr : room + units);
+    room += (shared_zero_points != nullptr ? 1 : 2) * units;
+  }
+}
+
+void Projection::expand_row(const Matrix& matrix, int64_t row, int unit, const KernelSet& kernels, float* scales,
+                            float* zero_points) const {
+  const int64_t units = ceil_div(k_, unit);
+  const int64_t repeat = matrix.block == 0 ? units : matrix.block / unit, blocks = ceil_div(units, repeat);
+  // From the last block on, since the values of the first ones lie where their repetitions go.
+  const auto spread = [&](float* values) {
+    for (int64_t u = units; repeat > 1 && u-- > 0;) values[u] = values[u / repeat];
+  };
+  kernels.widen[static_cast<int>(matrix.scale_type)](matrix.scales + row * matrix.scale_stride, scales, blocks);
+  if (matrix.format == WeightFormat::kMxfp4)
+    for (int64_t b = 0; b < blocks; ++b) scales[b] *= 0.5f;
+  spread(scales);
+  if (zero_points == nullptr) return;
+  kernels.widen[static_cast<int>(matrix.zero_point_type)](matrix.zero_points + row * matrix.zero_point_stride,
+                                                          zero_points, blocks);
+  if (matrix.format == WeightFormat::kInt8)
+    for (int64_t b = 0; b < blocks; ++b) zero_points[b] += 128.0f;
+  spread(zero_points);
+}
+
+}  // namespace hina

@@ -1,0 +1,68 @@
+// Products of tokens with a block of rows of one weight matrix, whatever the types of both: chooses the kernel, and
+// prepares the rows for it in a worker's scratch memory where that pays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/dispatch.h"
+#include "moe/blocking.h"
+#include "moe/params.h"
+
+namespace hina {
+
+// How a token lies that a matrix is multiplied with: k values of a float type, or codes as the qdot kernels of the
+// matrix's format take them. Formats of as many bits, with blocks alike, take the same tokens.
+enum class TokenForm : int { kFloat32 = 0, kBFloat16, kInt8By8, kInt8By8Short, kInt8By4, kInt8By4Short };
+constexpr int kTokenFormCount = 6;
+
+// Of a matrix in a layer with activations of `type`.
+TokenForm token_form(const Matrix& matrix, bool int8_activations, const KernelSet& kernels, DataType type);
+
+inline bool is_int8(TokenForm form) { return form >= TokenForm::kInt8By8; }
+
+// The kernels that quantise tokens of an int8 form, and the values of a unit.
+const QDotKernel& qdot_of(TokenForm form, const KernelSet& kernels);
+int unit_of(TokenForm form);
+
+// Bytes from token to token, a multiple of 64 but for the float types.
+int64_t token_bytes(TokenForm form, int64_t k, const KernelSet& kernels);
+
+// Bytes of scratch memory, a multiple of 64, that a Projection of a quantised matrix with rows of `k` values takes.
+int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, const KernelSet& kernels);
+
+// Rows of a block that are prepared at once: fewer than kRows where rows are dequantised, to stay in the L1 or L2
+// cache.
+int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k);
+
+class Projection {
+ public:
+  // Rows [first, last), at most kRows, for `tokens` tokens in all. `scratch` is 64-byte aligned, of scratch_bytes();
+  // plain rows need none.
+  Projection(const Matrix& matrix, int64_t first, int64_t last, int64_t k, TokenForm form, int64_t tokens,
+             const KernelSet& kernels, std::byte* scratch);
+  Projection(const Projection&) = delete;
+  Projection& operator=(const Projection&) = delete;
+
+  // out[t * out_stride + r] for a chunk of the tokens, each in the matrix's form.
+  void multiply(const void* const* tokens, int n, float* out, int64_t out_stride) const;
+
+ private:
+  void dequantise(const Matrix& matrix, const KernelSet& kernels, float* room);
+  // Scales and zero points of all units of the rows.
+  void expand(const Matrix& matrix, int64_t first, int unit, const KernelSet& kernels, float* room);
+  void expand_row(const Matrix& matrix, int64_t row, int unit, const KernelSet& kernels, float* scales,
+                  float* zero_points) const;
+
+  int64_t k_;
+  int count_;
+  const void* rows_[kRows];
+  DotFn dot_ = nullptr;
+  const QDotKernel* qdot_ = nullptr;
+  QRows qrows_{};
+  const float* scales_[kRows];
+  const float* zero_points_[kRows];
+  const void* panel_ = nullptr;
+};
+
+}  // namespace hina

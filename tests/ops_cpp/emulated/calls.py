@@ -1,0 +1,134 @@
+"""One function for each family of kernels: arrays in, arrays out, every contract on what may be written checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from tests.ops_cpp.emulated.cpu import Out
+from tests.ops_cpp.emulated.tables import Kernel
+
+# In the order of DataType and WeightFormat (ops_cpp/kernels/types.h).
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FORMATS = (None, "uint8", "int8", "int4", "mxfp4")
+
+GAP = 3  # elements between the results of two tokens
+UNTOUCHED = np.float32(-77.0)
+
+
+def shifted(array: np.ndarray, by: int) -> np.ndarray:
+    """The bytes of `array` and `by` more: an operand that ends so many bytes before the end of its page."""
+    return np.concatenate([array.view(np.uint8).ravel(), np.full(by, 0xFF, np.uint8)])
+
+
+class Results:
+    """Where `n_rows` x `n_tokens` results go, with gaps, and no byte behind the last one."""
+
+    def __init__(self, n_rows: int, n_tokens: int) -> None:
+        self.stride = n_rows + GAP
+        self._shape = n_tokens, n_rows
+        used = (n_tokens - 1) * self.stride + n_rows if n_rows and n_tokens else 0
+        self.out = Out(np.full(used, UNTOUCHED))
+
+    def take(self) -> np.ndarray:
+        """[n_tokens, n_rows] float32; raises AssertionError if the gaps were written."""
+        n_tokens, n_rows = self._shape
+        flat = np.full(n_tokens * self.stride, UNTOUCHED)
+        flat[: self.out.array.size] = self.out.array
+        whole = flat.reshape(n_tokens, self.stride)
+        assert np.all(whole[:, n_rows:] == UNTOUCHED), "something between the results was written"
+        return whole[:, :n_rows]
+
+
+def dot(kernel: Kernel, rows: Sequence[np.ndarray], tokens: Sequence[np.ndarray], k: int) -> np.ndarray:
+    """[n_tokens, n_rows] float32 dot products of the first `k` elements."""
+    results = Results(len(rows), len(tokens))
+    kernel.fn(list(rows), len(rows), list(tokens), len(tokens), k, results.out, results.stride)
+    return results.take()
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """A block of rows: bytes [row_bytes] each, and float32 scales and zero points [units] each."""
+
+    values: list[np.ndarray]
+    scales: list[np.ndarray]
+    zero_points: list[np.ndarray]
+    row_bytes: int
+    unit: int
+
+    def words(self) -> list[object]:
+        """The struct QRows."""
+        return [self.values, self.scales, self.zero_points, len(self.values), self.row_bytes, self.unit]
+
+    def first(self, n: int) -> QuantisedRows:
+        """The first `n` rows."""
+        return QuantisedRows(self.values[:n], self.scales[:n], self.zero_points[:n], self.row_bytes, self.unit)
+
+
+def quantise(kernel: Kernel, x: np.ndarray, unit: int, cuts: Sequence[int] = ()) -> np.ndarray:
+    """The token of `x`, written in parts that `cuts` (multiples of `unit`) separate."""
+    k = x.size
+    token = Out(np.full(kernel.token_bytes(k, unit), 0xFF, np.uint8))
+    for begin, end in zip((0, *cuts), (*cuts, k), strict=True):
+        kernel.quantise(np.ascontiguousarray(x[begin:end]), begin, end, k, unit, token)
+    return token.array
+
+
+def few(kernel: Kernel, rows: QuantisedRows, tokens: Sequence[np.ndarray], k: int) -> np.ndarray:
+    """[n_tokens, n_rows] results of the kernel that reads rows as they lie."""
+    results = Results(len(rows.values), len(tokens))
+    kernel.few(rows.words(), list(tokens), len(tokens), k, results.out, results.stride)
+    return results.take()
+
+
+def pack(kernel: Kernel, rows: QuantisedRows, k: int) -> np.ndarray:
+    """The panel of a block of rows."""
+    panel = Out(np.full(kernel.panel_bytes(k, rows.unit), 0xFF, np.uint8))
+    kernel.pack(rows.words(), k, panel)
+    return panel.array
+
+
+def many(kernel: Kernel, panel: np.ndarray, n_rows: int, unit: int, tokens: Sequence[np.ndarray], k: int) -> np.ndarray:
+    """[n_tokens, n_rows] results of the kernel that reads a panel."""
+    results = Results(n_rows, len(tokens))
+    kernel.many(panel, n_rows, unit, list(tokens), len(tokens), k, results.out, results.stride)
+    return results.take()
+
+
+def dequantise(
+    kernel: Kernel, values: np.ndarray, k: int, unit: int, scales: np.ndarray, zero_points: np.ndarray
+) -> np.ndarray:
+    """[k] float32 weights."""
+    out = Out(np.full(k, UNTOUCHED))
+    kernel.fn(values, k, unit, scales, zero_points, out)
+    return out.array
+
+
+def widen(kernel: Kernel, source: np.ndarray, n: int) -> np.ndarray:
+    """[n] float32."""
+    out = Out(np.full(n, UNTOUCHED))
+    kernel.widen(source, out, n)
+    return out.array
+
+
+def narrow(kernel: Kernel, source: np.ndarray, shift: int = 0) -> np.ndarray:
+    """[n] of the kernel's type; the target ends `shift` bytes before a page."""
+    kind = FLOATS[kernel.type]
+    out = Out(np.full(source.size * kind.itemsize + shift, 0xFF, np.uint8))
+    kernel.narrow(source, out, source.size)
+    target = out.array[: source.size * kind.itemsize]
+    assert np.all(out.array[target.size :] == 0xFF), "bytes behind the target were written"
+    return target.copy().view(kind)
+
+
+def activate(
+    kernel: Kernel, parameters: tuple[float, float, float], gate: np.ndarray, up: np.ndarray | None, in_place: bool
+) -> np.ndarray:
+    """[n] float32; `parameters` are alpha, beta and limit."""
+    out = Out(gate.copy() if in_place else np.full(gate.size, UNTOUCHED))
+    kernel.fn(np.array(parameters, np.float32), out if in_place else gate, 0 if up is None else up, out, gate.size)
+    return out.array
