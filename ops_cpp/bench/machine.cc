@@ -1,8 +1,8 @@
 #include "bench/machine.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,17 +12,23 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
-#include <thread>
 #include <vector>
 
 #include "kernels/peak/peak.h"
 #include "op/json.h"
 #include "runtime/isa.h"
 
+// The newest versions of these two came with glibc 2.34; std::thread asks for them, and the library would load on no
+// older system.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver pthread_create,pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_join,pthread_join@GLIBC_2.2.5");
+#endif
+
 namespace hina {
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMostThreadsPerCpu = 4;
 constexpr int kReadPasses = 3;  // for each number of streams, after one pass that maps the pages
 constexpr int kPeakPasses = 20;
 constexpr double kPassSeconds = 0.005;  // of arithmetic: long against the threads' start, short against a time slice
@@ -50,14 +56,29 @@ double fastest(int threads, int passes, const Work& work) {
           best, seconds(*std::max_element(end.begin(), end.end()) - *std::min_element(begin.begin(), begin.end())));
     }
   };
-  std::vector<std::jthread> others;
-  try {
-    while (static_cast<int>(others.size()) + 1 < threads) others.emplace_back(run, static_cast<int>(others.size()) + 1);
-  } catch (...) {  // the system has no more threads: those that there are must not wait for the others
-    for (int left = threads - static_cast<int>(others.size()); left > 0; --left) together.arrive_and_drop();
-    throw;
+  struct Other {
+    pthread_t id;
+    const decltype(run)* work;
+    int thread;
+  };
+  std::vector<Other> others(static_cast<size_t>(threads - 1));
+  int started = 0;
+  for (; started < threads - 1; ++started) {
+    Other& other = others[static_cast<size_t>(started)];
+    other.work = &run;
+    other.thread = started + 1;
+    const auto body = [](void* self) -> void* {
+      (*static_cast<Other*>(self)->work)(static_cast<Other*>(self)->thread);
+      return nullptr;
+    };
+    if (pthread_create(&other.id, nullptr, body, &other) != 0) break;
   }
-  run(0);
+  const bool all = started == threads - 1;
+  if (all) run(0);
+  // Those that there are must not wait for the missing ones.
+  for (int missing = all ? 0 : threads - started; missing > 0; --missing) together.arrive_and_drop();
+  for (int i = 0; i < started; ++i) pthread_join(others[static_cast<size_t>(i)].id, nullptr);
+  if (!all) throw std::runtime_error("the system starts no " + std::to_string(threads) + " threads: ask for fewer");
   return best;
 }
 
@@ -65,11 +86,12 @@ double fastest(int threads, int passes, const Work& work) {
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat info{};
-    const bool found = file >= 0 && ::fstat(file, &info) == 0 && info.st_size > 0;
+    // O_NONBLOCK: a pipe without a writer must not be waited for; it has no end to seek either.
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const off_t end = file >= 0 ? ::lseek(file, 0, SEEK_END) : -1;
+    const bool found = end > 0;
     if (found) {
-      size_ = static_cast<size_t>(info.st_size);
+      size_ = static_cast<size_t>(end);
       data_ = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
     }
     if (file >= 0) ::close(file);
@@ -145,7 +167,7 @@ double peak_rate(const PeakKernel& kernel, int threads) {
   const double once = seconds(Clock::now() - start);
   if (sum != static_cast<double>(kPeakSteps * kernel.multiply_adds * kPeakProduct))
     throw std::runtime_error(std::string("the loop ") + kernel.name + " computed a wrong sum: please report this");
-  const int calls = std::max(1, static_cast<int>(kPassSeconds / once));
+  const int calls = static_cast<int>(std::clamp(kPassSeconds / std::max(once, 1e-9), 1.0, 1e6));
   std::vector<double> sums(threads);
   const double best = fastest(threads, kPeakPasses, [&](int thread) {
     for (int i = 0; i < calls; ++i) sums[thread] += kernel.sum(kPeakSteps);
@@ -161,10 +183,11 @@ std::string best_rate(const std::vector<PeakKernel>& kernels, PeakType type, int
 }
 
 std::string measure(const std::string& request) {
+  const long most = kMostThreadsPerCpu * std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN));
   char* rest = nullptr;
   const long threads = std::strtol(request.c_str(), &rest, 10);
-  if (threads < 1 || threads > kMaxThreads || *rest != ' ' || rest[1] == '\0')
-    throw std::runtime_error("the request is '" + request + "', expected 1 to " + std::to_string(kMaxThreads) +
+  if (threads < 1 || threads > most || *rest != ' ' || rest[1] == '\0')
+    throw std::runtime_error("the request is '" + request + "', expected 1 to " + std::to_string(most) +
                              " threads and a path");
   const IsaChoice choice = choose_isa();
   if (!choice.error.empty()) throw std::runtime_error(choice.error);

@@ -219,7 +219,8 @@ class Layer {
   }
 
   std::byte* scratch_of(size_t worker, int which) const {
-    return w_.scratch == nullptr ? nullptr : w_.scratch + (2 * static_cast<int64_t>(worker) + which) * w_.scratch_bytes;
+    std::byte* all = w_.scratch[which];
+    return all == nullptr ? nullptr : all + static_cast<int64_t>(worker) * w_.scratch_bytes[which];
   }
 
   // Where a matrix that takes the form `form` reads the `n` tokens of the slots from `slot` on.
@@ -237,7 +238,8 @@ class Layer {
     float* scaled = w_.scaled + static_cast<int64_t>(worker) * k;
     for (int t = 0; t < n; ++t) {
       const float* x = x_ + w_.plan.token[slot + t] * k;
-      std::byte* to = w_.scaled_tokens + (static_cast<int64_t>(worker) * kMaxChunk + t) * w_.scaled_bytes;
+      std::byte* to =
+          w_.scaled_tokens + (static_cast<int64_t>(worker) * chunk_of(w_.scaled_bytes) + t) * w_.scaled_bytes;
       float* values = form == TokenForm::kFloat32 ? reinterpret_cast<float*>(to) : scaled;
       for (int64_t i = 0; i < k; ++i) values[i] = x[i] * w_.plan.weight[slot + t];
       if (form != TokenForm::kFloat32) store_token(form, values, 0, k, k, to);
@@ -278,9 +280,11 @@ class Layer {
     std::optional<Projection> gate;
     if (kind.gated) gate.emplace(expert.gate, first, last, k, gate_form, end - begin, kernels_, scratch_of(worker, 1));
     float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kTileRow;
-    const int64_t chunk = chunk_of(std::max(token_bytes(up_form, k, kernels_), token_bytes(gate_form, k, kernels_)));
+    const bool scaled = p_.weights_on_input && !is_shared;
+    const int64_t chunk = chunk_of(
+        scaled ? w_.scaled_bytes : std::max(token_bytes(up_form, k, kernels_), token_bytes(gate_form, k, kernels_)));
     const auto take = [&](TokenForm form, int64_t slot, int n, const void** tokens) {
-      if (p_.weights_on_input && !is_shared)
+      if (scaled)
         gather_scaled(form, slot, n, worker, tokens);
       else
         gather(form, slot, n, tokens);

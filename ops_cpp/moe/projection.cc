@@ -20,6 +20,11 @@ float middle_code(WeightFormat format) {
 // Scales and zero points of one block of rows, as floats.
 int64_t expanded_bytes(int64_t k, int unit) { return aligned(2 * kRows * ceil_div(k, unit) * 4); }
 
+// Whether rows are packed for `tokens` tokens.
+bool packs(const QDotKernel& qdot, int unit, int64_t tokens) {
+  return qdot.few == nullptr || unit != kUnit || tokens >= qdot.pack_from;
+}
+
 }  // namespace
 
 TokenForm token_form(const Matrix& matrix, bool int8_activations, const KernelSet& kernels, DataType type) {
@@ -53,11 +58,11 @@ int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k) {
   return std::clamp<int64_t>(kDequantiseBytes / (k * 4) / 4 * 4, 4, kRows);
 }
 
-int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, const KernelSet& kernels) {
-  if (is_int8(form))
-    return expanded_bytes(k, unit_of(form)) +
-           kernels.qdot[static_cast<int>(matrix.format)].panel_bytes(k, unit_of(form));
-  return expanded_bytes(k, unit_of(matrix)) + aligned(rows_at_once(matrix, form, k) * k * 4);
+int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels) {
+  const int unit = unit_of(matrix);
+  if (!is_int8(form)) return expanded_bytes(k, unit) + aligned(rows_at_once(matrix, form, k) * k * 4);
+  const QDotKernel& qdot = kernels.qdot[static_cast<int>(matrix.format)];
+  return expanded_bytes(k, unit) + (packs(qdot, unit, tokens) ? qdot.panel_bytes(k, unit) : 0);
 }
 
 Projection::Projection(const Matrix& matrix, int64_t first, int64_t last, int64_t k, TokenForm form, int64_t tokens,
@@ -77,7 +82,7 @@ Projection::Projection(const Matrix& matrix, int64_t first, int64_t last, int64_
   }
   qdot_ = &kernels.qdot[static_cast<int>(matrix.format)];
   qrows_ = {rows_, scales_, zero_points_, count_, matrix.row_bytes, unit};
-  if (qdot_->few != nullptr && unit == kUnit && tokens < qdot_->pack_from) return;
+  if (!packs(*qdot_, unit, tokens)) return;
   qdot_->pack(qrows_, k, scratch);
   panel_ = scratch;
 }
@@ -122,7 +127,8 @@ void Projection::expand_row(const Matrix& matrix, int64_t row, int unit, const K
   const int64_t repeat = matrix.block == 0 ? units : matrix.block / unit, blocks = ceil_div(units, repeat);
   // From the last block on, since the values of the first ones lie where their repetitions go.
   const auto spread = [&](float* values) {
-    for (int64_t u = units; repeat > 1 && u-- > 0;) values[u] = values[u / repeat];
+    for (int64_t b = blocks; repeat > 1 && b-- > 0;)
+      std::fill(values + b * repeat, values + std::min((b + 1) * repeat, units), float{values[b]});
   };
   kernels.widen[static_cast<int>(matrix.scale_type)](matrix.scales + row * matrix.scale_stride, scales, blocks);
   if (matrix.format == WeightFormat::kMxfp4)

@@ -28,8 +28,9 @@ int unit_of(TokenForm form);
 // Bytes from token to token, a multiple of 64 but for the float types.
 int64_t token_bytes(TokenForm form, int64_t k, const KernelSet& kernels);
 
-// Bytes of scratch memory, a multiple of 64, that a Projection of a quantised matrix with rows of `k` values takes.
-int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, const KernelSet& kernels);
+// Bytes of scratch memory, a multiple of 64, that a Projection of a quantised matrix with rows of `k` values takes for
+// up to `tokens` tokens.
+int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels);
 
 // Rows of a block that are prepared at once: fewer than kRows where rows are dequantised, to stay in the L1 or L2
 // cache.

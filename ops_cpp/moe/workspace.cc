@@ -37,7 +37,7 @@ class Carver {
 // What the matrices of one kind of expert ask for. Experts of a layer have the same formats, so that one stands for
 // all; but their plain types may differ.
 struct Needs {
-  int64_t scratch = 0;
+  int64_t scratch[2] = {};           // of up and down, and of gate
   bool forms[kTokenFormCount] = {};  // of the tokens of FC1
   int64_t hidden_bytes = 0;
 };
@@ -45,15 +45,18 @@ struct Needs {
 void add_needs(Needs& needs, const Expert& expert, bool gated, int64_t hidden_size, int64_t size, const Params& params,
                const KernelSet& kernels, const Call& call) {
   const auto form = [&](const Matrix& m) { return token_form(m, params.int8_activations, kernels, call.type); };
-  const auto scratch = [&](const Matrix& m, int64_t k) {
-    if (m.quantised()) needs.scratch = std::max(needs.scratch, scratch_bytes(m, form(m), k, kernels));
+  // The most tokens that an expert can have: ids that are handed in may name it several times for one token.
+  const int64_t most = times(call.tokens, params.router.input == RouterInput::kTopK ? params.top_k : 1);
+  const auto add = [&](const Matrix& m, int which, int64_t k) {
+    if (m.quantised())
+      needs.scratch[which] = std::max(needs.scratch[which], scratch_bytes(m, form(m), k, most, kernels));
   };
   for (const Matrix* m : {&expert.gate, &expert.up}) {
     if (m == &expert.gate && !gated) continue;
     needs.forms[static_cast<int>(form(*m))] = true;
-    scratch(*m, hidden_size);
+    add(*m, m == &expert.gate, hidden_size);
   }
-  scratch(expert.down, size);
+  add(expert.down, 0, size);
   // The plain types of the other experts may ask for float32.
   const TokenForm down = form(expert.down);
   needs.hidden_bytes = token_bytes(is_int8(down) ? down : TokenForm::kFloat32, size, kernels);
@@ -83,7 +86,7 @@ Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernel
   w.plan.weight = {carver.take<float>(slots), static_cast<size_t>(slots)};
   w.plan.active = {carver.take<int32_t>(experts + 1), static_cast<size_t>(experts + 1)};
   for (int form = static_cast<int>(TokenForm::kInt8By8); form < kTokenFormCount; ++form)
-    if (needs.forms[form] || shared_needs.forms[form])
+    if ((needs.forms[form] && !params.weights_on_input) || shared_needs.forms[form])
       w.tokens[form] =
           carver.take<std::byte>(times(tokens, token_bytes(static_cast<TokenForm>(form), params.hidden_size, kernels)));
   w.hidden_bytes = needs.hidden_bytes;
@@ -93,8 +96,10 @@ Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernel
   w.order = carver.take<int32_t>(experts + 1);
   w.logits_left = carver.take<Countdown>(ceil_div(tokens, kTokenBlock));
   w.fc1_left = carver.take<Countdown>(experts + 1);
-  w.scratch_bytes = std::max(needs.scratch, shared_needs.scratch);
-  if (w.scratch_bytes > 0) w.scratch = carver.take<std::byte>(times(2 * workers, w.scratch_bytes));
+  for (int which = 0; which < 2; ++which) {
+    w.scratch_bytes[which] = std::max(needs.scratch[which], shared_needs.scratch[which]);
+    if (w.scratch_bytes[which] > 0) w.scratch[which] = carver.take<std::byte>(times(workers, w.scratch_bytes[which]));
+  }
   if (params.weights_on_input) {
     for (int form = 0; form < kTokenFormCount; ++form)
       if (needs.forms[form])
@@ -102,7 +107,7 @@ Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernel
             std::max(w.scaled_bytes, token_bytes(static_cast<TokenForm>(form), params.hidden_size, kernels));
     w.scaled_bytes = ceil_div(std::max(w.scaled_bytes, params.hidden_size * 4), 64) * 64;
     w.scaled = carver.take<float>(times(params.hidden_size, workers));
-    w.scaled_tokens = carver.take<std::byte>(times(int64_t{kMaxChunk} * workers, w.scaled_bytes));
+    w.scaled_tokens = carver.take<std::byte>(times(chunk_of(w.scaled_bytes) * workers, w.scaled_bytes));
   }
   w.tile = carver.take<float>(int64_t{kMaxChunk} * 2 * kRows * workers);
   w.scores = carver.take<float>(3 * experts * workers);
@@ -120,8 +125,9 @@ int64_t times(int64_t a, int64_t b) {
 int64_t tokens_at_once(const Params& params, const Call& call) {
   if (call.tokens_at_once > 0) return call.tokens_at_once;
   const int64_t narrow = call.type == DataType::kFloat32 ? 0 : 2 * params.hidden_size;
+  const int64_t int8 = params.int8_activations ? params.hidden_size : 0;  // more than the codes take
   const int64_t floats = times(params.top_k, params.intermediate_size) + params.shared_intermediate_size + narrow +
-                         params.num_experts + 4 * params.top_k;
+                         int8 + params.num_experts + 4 * params.top_k;
   return std::max(kPieceBytes / 4 / floats, kLeastPiece);
 }
 

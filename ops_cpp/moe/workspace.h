@@ -26,10 +26,10 @@ struct Workspace {
   int32_t* order = nullptr;          // [E + 1] the active groups as FC1 takes them
   Countdown* logits_left = nullptr;  // [token blocks]
   Countdown* fc1_left = nullptr;     // [E + 1]
-  std::byte* scratch = nullptr;      // [workers, 2, scratch_bytes]: two projections at a time
-  int64_t scratch_bytes = 0;
+  std::byte* scratch[2] = {};        // [workers, scratch_bytes]: of up or down, and of gate beside up
+  int64_t scratch_bytes[2] = {};
   float* scaled = nullptr;             // [workers, H]; only with weights_on_input
-  std::byte* scaled_tokens = nullptr;  // [workers, kMaxChunk, scaled_bytes]; likewise
+  std::byte* scaled_tokens = nullptr;  // [workers, chunk_of(scaled_bytes), scaled_bytes]; likewise
   int64_t scaled_bytes = 0;
   float* tile = nullptr;         // [workers, kMaxChunk, 2 * kRows]
   float* scores = nullptr;       // [workers, 3 E]
