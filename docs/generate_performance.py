@@ -32,7 +32,7 @@ class Run:
 
     shape: str
     weights: str
-    tokens: str = "1,4,16,64,256,1024"
+    tokens: str = "1,16,64,256,1024"
     peers: str = "ort,vllm"
     hidden: bool = False
 
@@ -51,17 +51,15 @@ class Run:
 
 QWEN, FEW = "qwen3-30b-a3b", "1,16,256"
 RUNS = (
-    Run(QWEN, "f32", peers="ort,torch,vllm"),
-    Run(QWEN, "bf16", peers="ort,torch,vllm"),
-    Run(QWEN, "int8"),
-    Run(QWEN, "int4"),
-    Run(QWEN, "mxfp4"),
-    Run("qwen3.6-35b-a3b", "int4", FEW),
-    Run("olmoe", "int4", FEW),
-    Run("gpt-oss-20b", "mxfp4", FEW),
-    Run("deepseek-v2-lite", "int4", FEW),
+    *(Run(QWEN, weights) for weights in ("int4", "int8", "f32", "bf16")),
+    *(Run(QWEN, weights, FEW, "ort", hidden=True) for weights in ("int4", "int8", "f32")),
+    Run(QWEN, "bf16", FEW, hidden=True),
+    Run(QWEN, "mxfp4", FEW),
+    Run("qwen3.6-35b-a3b", "int4", FEW, "ort"),
+    Run("olmoe", "int4", FEW, "ort"),
+    Run("gpt-oss-20b", "mxfp4", FEW, "ort"),
+    Run("deepseek-v2-lite", "int4", FEW, "ort"),
     Run("mixtral-8x7b", "int4", "1,16", "ort"),
-    *(Run(QWEN, weights, FEW, hidden=True) for weights in ("f32", "bf16", "int8", "int4")),
 )
 
 

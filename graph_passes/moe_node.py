@@ -16,7 +16,7 @@ def is_hina_moe(node: ir.Node) -> bool:
 def weights_of(node: ir.Node) -> dict[str, list[ir.Value]]:
     """The weight initializers of a HinaMoE node by field: one, or one for each expert, expert 0 first.
 
-    Raises ValueError when there are fewer than its `weight_inputs` name.
+    Raises ValueError when there are fewer or more than its `weight_inputs` name.
     """
     values = {name: attribute.value for name, attribute in node.attributes.items()}
     stacked, experts = values.get("experts_stacked", 1), int(values.get("num_experts", 1))
@@ -27,6 +27,8 @@ def weights_of(node: ir.Node) -> dict[str, list[ir.Value]]:
         if len(left) < count:
             raise ValueError(f"it lacks weights of {name}")
         fields[name], left = left[:count], left[count:]
+    if left:
+        raise ValueError(f"it has weights that its weight_inputs do not name, the first is {left[0].name}")
     return fields
 
 

@@ -53,7 +53,7 @@ def convert(
     weights: Annotated[str, typer.Option(metavar="TYPE", help=f"Type of the experts' weights: {_TYPES}.")] = "keep",
     block: Annotated[
         int | None,
-        typer.Option(help="Weights that share a scale; 0: a row. Default: int4 32, int8 0.", show_default=False),
+        typer.Option(help="int8 and int4 weights that share a scale; 0: a row. Default: 32.", show_default=False),
     ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="int8 and int4 weights without zero points.")] = False,
     shared_weights: Annotated[

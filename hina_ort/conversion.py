@@ -18,13 +18,13 @@ import onnx_ir as ir
 from graph_passes import external_data
 from graph_passes.external_data import ModelFileError
 from graph_passes.matchers.match import Miss
-from graph_passes.moe_node import is_hina_moe
+from graph_passes.moe_node import is_hina_moe, spec_of
 from graph_passes.pipeline import FusedBlock, fuse_model
 from graph_passes.quantize.rewrite import convert_weights
 from graph_passes.staging import publish, restored_on_error, staging_folder
 from hina_ort.comparison import CheckError, Comparison, compare_models
 from hina_ort.weight_options import weight_types
-from hina_ort.weights import LayerBytes, NodeWeights, weights_by_layer
+from hina_ort.weights import LayerBytes, NodeWeights, weights_by_layer, without_effect
 
 MODEL_NAME = "model.onnx"
 RTOL = 1e-5
@@ -38,12 +38,22 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
+class DataFile:
+    """A data file of SRC, and the bytes of its tensors that DST reads."""
+
+    file: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """What `convert` found and did. `written` is None when nothing was written; bytes are those of files.
 
-    Blocks that were `proven` are `fused` unless another was refused. `bytes_after` is None unless a model was
-    written; `already_fused` counts HinaMoE nodes that SRC held before. `weights` has the nodes whose weights were
-    converted, or on a dry run would be; it is empty when that was not asked for.
+    Blocks that were `proven` are `fused` unless another was refused; `stopped` says that `partial` would have let the
+    rest be fused or converted then. `already_fused` counts HinaMoE nodes that SRC held before. `bytes_after` is None
+    unless a model was written; of the data files of SRC that it `reads` still, only its tensors count. `weights` has
+    the nodes whose weights were converted, or on a dry run would be; it is empty when that was not asked for, or
+    `stopped`. `without_effect` says in words what was asked for about weights and changed nothing.
     """
 
     source: str
@@ -51,13 +61,16 @@ class ConversionReport:
     proven: list[FusedBlock]
     fused: list[FusedBlock]
     refused: list[Miss]
+    stopped: bool
     already_fused: int
     nodes_before: int
     nodes_after: int
     bytes_before: int
     bytes_after: int | None
+    reads: list[DataFile]
     layers: list[LayerBytes]
     weights: list[NodeWeights]
+    without_effect: list[str]
     checks: list[Comparison]
     seconds: float
     peak_rss_bytes: int
@@ -66,8 +79,9 @@ class ConversionReport:
     def must_agree(self) -> bool:
         """Whether the outputs of DST have to be those of SRC, so that a check can fail.
 
-        They have not when weights or activations lost precision. Nor when HinaMoE nodes of SRC have other types now:
-        they were not proven in this conversion, and how far another type's rounding moves them was not measured.
+        They have not when weights lost precision, or activations lost or gained it. Nor when HinaMoE nodes of SRC
+        have other types now: they were not proven in this conversion, and how far another type's rounding moves them
+        was not measured.
         """
         retyped = any(node.projections for node in self.weights)
         return all(node.exact for node in self.weights) and not (self.already_fused and retyped)
@@ -94,10 +108,12 @@ class ConversionReport:
             "nodes_after": self.nodes_after,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "reads": [asdict(file) for file in self.reads],
             "bytes_fused": sum(layer.bytes_fused for layer in self.layers),
             "bytes_left": sum(layer.bytes_left for layer in self.layers),
             "layers": [asdict(layer) for layer in self.layers],
             "weights": [node.to_dict() for node in self.weights],
+            "without_effect": self.without_effect,
             "checks": [asdict(check) for check in self.checks],
             "seconds": self.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
@@ -138,10 +154,10 @@ def convert(
 
     `weights` is what the experts' projections become, in blocks that were fused now or before: keep, f32, f16, bf16,
     int8, int4 or mxfp4; `shared_weights` that of shared experts (default: the same). `block` is the number of weights
-    of int8 and int4 that share a scale: 16, 32, 64, 128 or 256, or 0 for one scale per row (default: 32 with int4, 0
-    with int8). `symmetric` leaves out their zero points. `accuracy_level` 4 lets nodes with quantised weights take
-    activations as int8, 0 as floats (default: unchanged, 0 in new nodes). When weights or activations lose precision,
-    `check` reports differences but allows them, unless an output is not finite any more.
+    of int8 and int4 that share a scale: 16, 32, 64, 128 or 256, or 0 for one scale per row (default: 32). `symmetric`
+    leaves out their zero points. `accuracy_level` 4 lets nodes with quantised weights take activations as int8, 0 as
+    floats (default: unchanged, 0 in new nodes). When weights or activations have other types afterwards, `check`
+    reports differences but allows them, unless an output is not finite any more.
 
     Raises UsageError for contradicting arguments, ModelFileError for a model that cannot be read, FileExistsError
     when `dst` exists and `overwrite` is false, WeightError for weights that cannot be converted, CheckError when a
@@ -149,29 +165,29 @@ def convert(
     """
     start = time.perf_counter()
     report_stage = progress or (lambda stage, done, total: None)
-    paths = _resolve(Path(src), Path(dst), overwrite)
     if check < 0 or not 0 < rtol < 1:
-        raise UsageError(f"check is {check} and rtol is {rtol}, expected check >= 0 and 0 < rtol < 1")
+        raise UsageError(f"--check is {check} and --rtol is {rtol}, expected --check >= 0 and 0 < --rtol < 1")
     try:
         types = weight_types(weights, block, symmetric, shared_weights, accuracy_level)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    paths = _resolve(Path(src), Path(dst), overwrite)
 
     report_stage("reading", 0, 1)
     model = external_data.load(paths.source)
-    data_files = external_files(model)
+    data_files = set(_external_bytes(model))
     if paths.destination.resolve() in data_files:
         raise UsageError(f"{paths.destination} holds the weights of {paths.source}; name another DST")
-    bytes_before = _file_bytes(paths.source, data_files)
+    bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
     already_fused = sum(is_hina_moe(node) for node in model.graph.all_nodes())
     report_stage("reading", 1, 1)
 
     fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage)
-    stopped = bool(fusion.refused) and not partial
-    changes = [] if types.keep_all or stopped else convert_weights(model, types, report_stage)
-    if accuracy_level == 4 and changes and not any(change.accuracy_level == 4 for change in changes):
+    refused = bool(fusion.refused) and not partial
+    changes = [] if types.keep_all or refused else convert_weights(model, types, report_stage)
+    if accuracy_level is not None and changes and not any(spec_of(change.node).formats for change in changes):
         raise UsageError(
-            f"accuracy_level is for quantised weights, and {src} has none; add weights int8, int4 or mxfp4"
+            f"--accuracy-level is for quantised weights, and {src} has none; add --weights int8, int4 or mxfp4"
         )
     report = ConversionReport(
         source=str(src),
@@ -179,13 +195,16 @@ def convert(
         proven=fusion.found,
         fused=fusion.fused,
         refused=fusion.refused,
+        stopped=refused and bool(fusion.found or (already_fused and not types.keep_all)),
         already_fused=already_fused,
         nodes_before=fusion.nodes_before,
         nodes_after=fusion.nodes_after,
         bytes_before=bytes_before,
         bytes_after=None,
+        reads=[],
         layers=weights_by_layer(model),
         weights=[NodeWeights.of(change) for change in changes],
+        without_effect=without_effect(changes, types, shared_asked=shared_weights not in (None, weights)),
         checks=[],
         seconds=0.0,
         peak_rss_bytes=0,
@@ -193,9 +212,9 @@ def convert(
     if (fusion.applied or changes) and not dry_run:
         with _target(paths) as target:
             external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
-            bytes_after = _file_bytes(target, external_files(external_data.load(target)))
+            bytes_after, reads = _use_of_files(target)
             saved = [NodeWeights.of(change) for change in changes]  # errors are known now
-            report = replace(report, written=str(dst), bytes_after=bytes_after, weights=saved)
+            report = replace(report, written=str(dst), bytes_after=bytes_after, reads=reads, weights=saved)
             if paths.folder is not None:
                 _copy_side_files(paths.source, target.parent, data_files)
             if check:
@@ -218,12 +237,6 @@ def find_model(path: Path) -> Path:
     if not path.exists():
         raise ModelFileError(f"{path} does not exist")
     return path
-
-
-def external_files(model: ir.Model) -> set[Path]:
-    """The data files, links resolved, that initializers of `model` lie in."""
-    tensors = (v.const_value for graph in model.graphs() for v in graph.initializers.values())
-    return {Path(t.path).resolve() for t in tensors if isinstance(t, ir.ExternalTensor)}
 
 
 def _resolve(src: Path, dst: Path, overwrite: bool) -> _Paths:
@@ -270,28 +283,43 @@ def _copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _file_bytes(model: Path, data_files: set[Path]) -> int:
-    return model.stat().st_size + sum(path.stat().st_size for path in data_files)
+def _external_bytes(model: ir.Model) -> dict[Path, int]:
+    """The data files, links resolved, that initializers of `model` lie in, and the bytes that these take there."""
+    tensors = (v.const_value for graph in model.graphs() for v in graph.initializers.values())
+    places = {(Path(t.path).resolve(), t.offset, t.nbytes) for t in tensors if isinstance(t, ir.ExternalTensor)}
+    found: dict[Path, int] = {}
+    for path, _, count in places:
+        found[path] = found.get(path, 0) + count
+    return found
+
+
+def _use_of_files(written: Path) -> tuple[int, list[DataFile]]:
+    """Bytes of a model just written, and what it reads of the data files of its source; that counts too."""
+    own = external_data.data_path(written).resolve()
+    sizes = _external_bytes(external_data.load(written))
+    reads = [DataFile(str(path), count) for path, count in sorted(sizes.items()) if path != own]
+    files = [written, own] if own in sizes else [written]
+    return sum(path.stat().st_size for path in files) + sum(file.bytes for file in reads), reads
 
 
 def _require_agreement(report: ConversionReport, rtol: float) -> None:
     """Raise CheckError unless the outputs agree.
 
     Original and fused block each lie within what the probe measured of the exact result, so a block may move the
-    output by twice that, or by `rtol`; the blocks add up. Where precision was lost, outputs need only be finite where
-    they were.
+    output by twice that, or by `rtol`; the blocks add up, and without any `rtol` is allowed. Where the types of weights
+    or activations changed, outputs need only be finite where they were.
     """
     worst = max(report.checks, key=lambda check: check.relative_l2)
     if not report.must_agree:
         if math.isinf(worst.relative_l2):
             raise CheckError(
-                f"the converted model breaks output {worst.output}, which is not finite where it was, or not zero; "
-                "nothing was kept, try other weights"
+                f"output {worst.output} of the converted model has NaN or infinities that the original has not, or "
+                "the original has only zeros and the converted model has not; nothing was kept, try other weights"
             )
         return
-    tolerance = sum(max(rtol, 2 * block.worst_relative_l2) for block in report.fused)
+    tolerance = max(rtol, sum(max(rtol, 2 * block.worst_relative_l2) for block in report.fused))
     if not worst.relative_l2 <= tolerance:
         raise CheckError(
-            f"the fused model differs from the original: output {worst.output}, relative L2 {worst.relative_l2:.3g}, "
-            f"allowed {tolerance:.3g}; nothing was kept, please report this model"
+            f"the {'fused' if report.fused else 'converted'} model differs from the original: output {worst.output}, "
+            f"relative L2 {worst.relative_l2:.3g}, allowed {tolerance:.3g}; nothing was kept, please report this model"
         )

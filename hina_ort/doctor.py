@@ -19,8 +19,7 @@ def diagnose() -> dict[str, Any]:
     """Everything that `hina-ort doctor` shows; `problems` lists in words what keeps hina-ort from running."""
     problems: list[str] = []
     affinity = sorted(os.sched_getaffinity(0))
-    container = container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    quota = container["cpus"]
+    container = _container()
     return {
         "version": __version__,
         "library": _library(problems),
@@ -29,12 +28,22 @@ def diagnose() -> dict[str, Any]:
         "threads": {
             "cpus": os.cpu_count(),
             "affinity": affinity,
-            "usable": len(affinity) if quota is None else max(1, min(len(affinity), int(quota))),
+            "usable": usable_cpus(),
         },
         "container": container,
         "memory": _memory(Path("/proc/meminfo")),
         "problems": problems,
     }
+
+
+def usable_cpus() -> int:
+    """CPUs that affinity and quota leave to this process."""
+    affinity, quota = len(os.sched_getaffinity(0)), _container()["cpus"]
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def _container() -> dict[str, Any]:
+    return container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
 
 
 def container_limits(membership: Path, mount: Path) -> dict[str, Any]:

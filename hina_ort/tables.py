@@ -40,12 +40,17 @@ def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
         console.print(f"[yellow]not fused[/] {escape(miss.name)}: {escape(miss.reason)}", highlight=False)
     _show_layers(console, report)
     _show_weights(console, report.weights)
+    for line in (*_activations(report.weights), *report.without_effect):
+        console.print(line, highlight=False, soft_wrap=True)
     table = Table("", "before", "after")
     table.add_row("nodes", str(report.nodes_before), str(report.nodes_after))
     table.add_row("bytes on disk", size(report.bytes_before), size(report.bytes_after))
     console.print(table)
     _show_checks(console, report)
     console.print(f"{report.seconds:.1f} s, peak memory {size(report.peak_rss_bytes)}", highlight=False)
+    for data in report.reads:
+        text = f"{report.written} still reads {size(data.bytes)} of {data.file}; keep it"
+        console.print(escape(text), highlight=False, soft_wrap=True)
     console.print(_outcome(report, dry_run), highlight=False, soft_wrap=True)
 
 
@@ -80,6 +85,16 @@ def _show_weights(console: Console, nodes: list[NodeWeights]) -> None:
     console.print(table)
 
 
+def _activations(nodes: list[NodeWeights]) -> list[str]:
+    """How many layers take their activations in another type now."""
+    lines = []
+    for words, to_int8 in (("float to int8", True), ("int8 to float", False)):
+        count = sum(node.activations_changed and (node.accuracy_level == 4) == to_int8 for node in nodes)
+        if count:
+            lines.append(f"activations of {count} layer{'s' if count > 1 else ''}: {words}")
+    return lines
+
+
 def _error(relative_l2: float | None) -> str:
     return "-" if relative_l2 is None else f"{relative_l2:.1e}"
 
@@ -93,7 +108,7 @@ def _show_checks(console: Console, report: ConversionReport) -> None:
     if report.must_agree:
         console.print(text)
         return
-    console.print(f"{text}; not held to --rtol, as weights have other types now", soft_wrap=True)
+    console.print(f"{text}; not held to --rtol, as weights or activations have other types now", soft_wrap=True)
     table = Table("output", "relative L2")
     for name in report.checks[0].outputs:
         table.add_row(escape(name), f"{max(check.outputs[name] for check in report.checks):.1e}")
@@ -103,8 +118,8 @@ def _show_checks(console: Console, report: ConversionReport) -> None:
 def _outcome(report: ConversionReport, dry_run: bool) -> str:
     if report.written:
         return f"wrote {escape(report.written)}"
-    if report.refused and report.proven and not report.fused:
-        return "nothing was written, because a block was refused; --partial fuses the rest"
+    if report.stopped:
+        return "nothing was written, because a block was refused; --partial goes on with the rest"
     if not (report.proven or report.refused or report.weights):
         already = f"; it holds {report.already_fused} HinaMoE nodes already" if report.already_fused else ""
         return f"nothing was written: no MoE block to fuse in {escape(report.source)}{already}"

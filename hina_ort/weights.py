@@ -8,8 +8,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graph_passes.moe_node import is_hina_moe
-from graph_passes.quantize.rewrite import NodeChange
+from graph_passes.moe_node import is_hina_moe, spec_of
+from graph_passes.moe_spec import FIELDS
+from graph_passes.quantize.formats import WeightFormat
+from graph_passes.quantize.rewrite import NodeChange, WeightTypes
 
 _LAYER = re.compile(r"(?:layers|layer|blocks|block|h)[._/](\d+)(?!\d)")
 _SCOPE_KEYS = ("namespace", "pkg.torch.onnx.name_scopes")
@@ -66,10 +68,14 @@ class NodeWeights:
         return max((p.relative_l2 for p in self.projections if p.relative_l2 is not None), default=None)
 
     @property
+    def activations_changed(self) -> bool:
+        """Whether the node rounds activations to int8 and did not before, or the other way round."""
+        return (self.accuracy_level == 4) != (self.accuracy_level_before == 4)
+
+    @property
     def exact(self) -> bool:
         """Whether the node computes what it did before, up to the rounding of its arithmetic."""
-        lowered = self.accuracy_level == 4 != self.accuracy_level_before
-        return not self.worst_relative_l2 and not lowered
+        return not self.worst_relative_l2 and not self.activations_changed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -79,6 +85,29 @@ class NodeWeights:
             "worst_relative_l2": self.worst_relative_l2,
         }
         return asdict(self) | totals
+
+
+def without_effect(changes: list[NodeChange], types: WeightTypes, *, shared_asked: bool) -> list[str]:
+    """What was asked for in `types` and changed nothing in any of the nodes, in words.
+
+    `shared_asked` says whether a type of shared experts was asked for by name, and is not that of the others.
+    """
+    lines = []
+    asked = (("--weights", types.routed, False), ("--shared-weights", types.shared if shared_asked else None, True))
+    for option, target, shared in asked:
+        present = [n for change in changes for n in spec_of(change.node).projections if FIELDS[n].shared == shared]
+        converted = [n for change in changes for n in change.projections if FIELDS[n].shared == shared]
+        if target is None or not changes or converted:
+            continue
+        if not present:
+            lines.append(f"{option}: there are no shared experts")
+            continue
+        name = str(target) if isinstance(target, WeightFormat) else target.numpy().name
+        lines.append(f"{option}: nothing to convert, the projections are {name} already")
+    same = all(c.accuracy_level_before == c.accuracy_level and not c.projections for c in changes)
+    if types.accuracy_level is not None and changes and same:
+        lines.append(f"--accuracy-level: it is {types.accuracy_level} already")
+    return lines
 
 
 def layer_of(node: ir.Node) -> str:

@@ -14,6 +14,7 @@ same bytes without the axis of blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,12 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         if self.name not in BITS:
-            raise ValueError(f"weight format {self.name!r} is not known, expected one of {', '.join(BITS)}")
+            raise ValueError(f"weight format {self.name!r} is not known, expected {either(BITS)}")
         if self.name == "mxfp4":
             if self.block != MXFP4_BLOCK:
                 raise ValueError(f"mxfp4 has blocks of {MXFP4_BLOCK}, got {self.block}")
         elif self.block and self.block not in BLOCKS:
-            raise ValueError(f"block is {self.block}, expected one of {', '.join(map(str, BLOCKS))}")
+            raise ValueError(f"block is {self.block}, expected {either(BLOCKS)}")
 
     @classmethod
     def parse(cls, word: str) -> WeightFormat:
@@ -56,8 +57,8 @@ class WeightFormat:
             return cls(name, MXFP4_BLOCK)
         if colon and (name == "mxfp4" or block not in map(str, BLOCKS)):
             raise ValueError(
-                f"weight format {word!r} is not known, expected int8, int4, int8:BLOCK, int4:BLOCK or mxfp4 with BLOCK "
-                f"one of {', '.join(map(str, BLOCKS))}"
+                f"weight format {word!r} is not known, expected int8, int4, int8:BLOCK, int4:BLOCK or mxfp4, "
+                f"BLOCK being {either(BLOCKS)}"
             )
         return cls(name, int(block or 0))
 
@@ -112,6 +113,12 @@ class WeightFormat:
         with np.errstate(invalid="ignore"):
             result: Array = (values[:, :k] - zeros[:, block]) * steps.reshape(n, blocks)[:, block]
         return result
+
+
+def either(choices: Iterable[object]) -> str:
+    """The choices, two or more, in words: `a, b or c`."""
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}"
 
 
 def pack(codes: Bytes) -> Bytes:

@@ -13,7 +13,7 @@ from graph_passes.fuse_moe import UniqueNames
 from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
 from graph_passes.op_schema import FLOAT_TYPES, INPUTS, PROJECTIONS
-from graph_passes.quantize.formats import WeightFormat
+from graph_passes.quantize.formats import WeightFormat, either
 from graph_passes.quantize.rtn import WeightError
 from graph_passes.quantize.tensors import Conversion, Target
 
@@ -57,7 +57,7 @@ def convert_weights(model: ir.Model, types: WeightTypes, progress: Progress | No
     counts matrices, first in the stage "measuring weights", and in the saving in the stage "quantising".
 
     Raises WeightError, naming node or tensor, for a node that is not valid, for weights that are quantised already in
-    another format, and for NaN and infinities; the model is unchanged then. The saving may raise it too.
+    another format, and for NaN, infinities and weights beyond the range of the new type; the model is unchanged then.
     """
     nodes = [_Node(node, types) for node in model.graph.all_nodes() if is_hina_moe(node)]
     conversions: dict[object, Conversion] = {}  # several nodes may read the same weights
@@ -65,7 +65,7 @@ def convert_weights(model: ir.Model, types: WeightTypes, progress: Progress | No
         for name, target in node.targets.items():
             key = (*node.weights[name], node.spec.matrix_shape(name), target)
             node.conversions[name] = conversions.setdefault(key, node.conversion(name))
-    unmeasured = [conversion for conversion in conversions.values() if conversion.has_float_scales]
+    unmeasured = [conversion for conversion in conversions.values() if conversion.needs_measuring]
     tick = _counter(progress, "measuring weights", sum(conversion.matrices for conversion in unmeasured))
     for conversion in unmeasured:
         conversion.measure(tick)
@@ -113,10 +113,15 @@ class _Node:
         """What projection `name` is to become; None where it stays as it is."""
         target = self.types.shared if FIELDS[name].shared else self.types.routed
         form = self.spec.formats.get(name)
+        if form is not None and target is not None:
+            asymmetric = self.types.symmetric and f"{name}_zero_points" in self.weights
+            if target != form or asymmetric:
+                raise WeightError(
+                    f"{name} of {self.node.name} is quantised already, as {form}"
+                    f"{' with zero points' if asymmetric else ''}; convert the original model"
+                )
         if target is None or target == form:
             return None
-        if form is not None:
-            raise WeightError(f"{name} of {self.node.name} is quantised already, as {form}; convert the original model")
         shape = (*self._leading(name), *self.spec.matrix_shape(name))
         types = set()
         for value in self.weights[name]:
@@ -124,7 +129,7 @@ class _Node:
             assert tensor is not None
             types.add(tensor.dtype)
             if (dtype := tensor.dtype.numpy().name) not in FLOAT_TYPES:
-                raise ValueError(f"{name} ({value.name}) has type {dtype}, expected {', '.join(FLOAT_TYPES)}")
+                raise ValueError(f"{name} ({value.name}) has type {dtype}, expected {either(FLOAT_TYPES)}")
             if tensor.size != math.prod(shape):
                 raise ValueError(f"{name} ({value.name}) is {tensor.shape.numpy()}, expected {list(shape)}")
         return None if types == {target} else target
@@ -160,8 +165,9 @@ class _Rewriter:
         )
         inputs: list[ir.Value | None] = [None] * len(INPUTS)
         for index, (item, value) in enumerate(zip(INPUTS, old.node.inputs, strict=False)):
-            plain = value is None or not item.constant or old.types.routed is None
-            inputs[index] = value if plain or value is None else self._float32(value)
+            if value is not None and item.constant and old.types.routed is not None:
+                value = self._float32(value)
+            inputs[index] = value
         inputs += [value for values in fields.values() for value in values]
         node = _replace(old.node, inputs, spec)
         return NodeChange(node, old.spec.accuracy_level, spec.accuracy_level, old.conversions)

@@ -47,13 +47,28 @@ class Rounded:
 
 
 def fits_float16(weights: npt.NDArray[Any], form: WeightFormat, symmetric: bool) -> bool:
-    """Whether every scale of the matrix is zero or a normal float16. Raises WeightError for NaN and infinities."""
+    """Whether every int8 or int4 scale of the matrix is zero or a normal float16.
+
+    Raises WeightError for NaN and infinities, wherever they are.
+    """
     smallest, largest = np.finfo(np.float16).tiny, np.finfo(np.float16).max
+    fits = True
     for blocks in _chunks(weights, form):
         scales = np.abs(_scales(*_extremes(blocks), form, symmetric))
-        if np.any((scales > largest) | ((scales > 0) & (scales < smallest))):
-            return False
-    return True
+        fits = fits and not np.any((scales > largest) | ((scales > 0) & (scales < smallest)))
+    return fits
+
+
+def check_mxfp4(weights: npt.NDArray[Any], form: WeightFormat) -> None:
+    """Raise the WeightError of `quantise` for weights that cannot become mxfp4, and compute nothing."""
+    for blocks in _chunks(weights, form):
+        _extremes(blocks)
+
+
+def check_cast(weights: npt.NDArray[Any], dtype: npt.DTypeLike) -> None:
+    """Raise the WeightError of `cast` for weights beyond the range of `dtype`, and keep nothing."""
+    for _ in _casts(weights, dtype):
+        pass
 
 
 def quantise(
@@ -100,21 +115,27 @@ def cast(weights: npt.NDArray[Any], dtype: npt.DTypeLike) -> Rounded:
     Raises WeightError when a finite weight is beyond the range of `dtype`.
     """
     values = np.empty(weights.shape, dtype)
-    squared_error, squared_norm = 0.0, 0.0
+    row, squared_error, squared_norm = 0, 0.0, 0.0
+    for before, rounded in _casts(weights, dtype):
+        values[row : row + len(rounded)] = rounded
+        row += len(rounded)
+        finite = np.isfinite(before)
+        squared_error += _squared_sum(rounded.astype(np.float32)[finite] - before[finite])
+        squared_norm += _squared_sum(before[finite])
+    return Rounded((values,), squared_error, squared_norm)
+
+
+def _casts(weights: npt.NDArray[Any], dtype: npt.DTypeLike) -> Iterator[tuple[Floats, npt.NDArray[Any]]]:
+    """Some rows at a time, as float32 and as `dtype`; WeightError for a finite weight beyond its range."""
     step = max(1, CHUNK // max(1, weights.shape[1]))
     for start in range(0, len(weights), step):
         rows = weights[start : start + step].astype(np.float32)
         with np.errstate(over="ignore"):
             rounded = rows.astype(dtype)
-        values[start : start + step] = rounded
-        back = rounded.astype(np.float32)
-        if not np.array_equal(np.isinf(back), np.isinf(rows)):
-            wider = "bf16" if values.dtype == np.float16 else "f32"
-            raise WeightError(f"it holds {_beyond(rows, back):g}, too large for {values.dtype.name}; use {wider}")
-        finite = np.isfinite(rows)
-        squared_error += _squared_sum(back[finite] - rows[finite])
-        squared_norm += _squared_sum(rows[finite])
-    return Rounded((values,), squared_error, squared_norm)
+        if np.any(beyond := np.isinf(rounded) & ~np.isinf(rows)):
+            wider = "bf16" if rounded.dtype == np.float16 else "f32"
+            raise WeightError(f"it holds {rows[beyond][0]:g}, too large for {rounded.dtype.name}; use {wider}")
+        yield rows, rounded
 
 
 def _chunks(weights: npt.NDArray[Any], form: WeightFormat) -> Iterator[Floats]:
@@ -196,11 +217,6 @@ def _round_to_e2m1(blocks: Floats, exponents: Bytes) -> tuple[Bytes, Floats]:
     values = E2M1.astype(np.float32)[numbers]
     values *= scales
     return numbers, values
-
-
-def _beyond(rows: Floats, rounded: Floats) -> float:
-    """A weight that is infinite only after rounding."""
-    return float(rows[np.isinf(rounded) & ~np.isinf(rows)][0])
 
 
 def _squared_sum(values: Floats) -> float:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graph_passes.external_data import release
 from graph_passes.fuse_moe import StackedExperts
 from graph_passes.quantize.formats import WeightFormat
-from graph_passes.quantize.rtn import WeightError, cast, fits_float16, quantise
+from graph_passes.quantize.rtn import WeightError, cast, check_cast, check_mxfp4, fits_float16, quantise
 
 Target = ir.DataType | WeightFormat
 """What weights become: a float type or a format of quantised weights."""
@@ -27,8 +27,8 @@ Tick = Callable[[], None]
 class Conversion:
     """One projection of a node, a tensor or one tensor for each expert, and what it becomes.
 
-    `measure` reads the weights and chooses the type of the scales: a model says types before data. `values` makes the
-    new initializers, whose data is computed when the model is saved.
+    `measure` reads the weights, refuses those that cannot be converted, and chooses the type of the scales: a model
+    says types before data. `values` makes the new initializers, whose data is computed when the model is saved.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Conversion:
         return math.sqrt(error / norm) if norm else 0.0
 
     @property
-    def has_float_scales(self) -> bool:
-        """Whether there are scales whose type is to be chosen."""
-        return isinstance(self.target, WeightFormat) and self.target.name != "mxfp4"
+    def needs_measuring(self) -> bool:
+        """Whether `measure` has anything to find; every weight has its float32."""
+        return self.target != ir.DataType.FLOAT
 
     def measure(self, tick: Tick) -> None:
         """Choose float16 for the scales where each is zero or a normal number of it, else float32.
 
-        Raises WeightError, naming the tensor, for NaN and infinities.
+        Raises WeightError, naming the tensor, for weights that cannot be converted.
         """
-        if not all([tensor.fits_float16(tick) for tensor in self._tensors]):
+        if not all([tensor.measure(tick) for tensor in self._tensors]):
             self.scale_type = ir.DataType.FLOAT
 
     def values(self, unique: Callable[[str], str], tick: Tick) -> dict[str, list[ir.Value]]:
@@ -130,13 +130,17 @@ class _Tensor:
         self.squared_norm = 0.0
         self._held: dict[str, npt.NDArray[Any]] = {}
 
-    def fits_float16(self, tick: Tick) -> bool:
-        """Whether every scale is zero or a normal float16."""
-        assert isinstance(self.target, WeightFormat)
+    def measure(self, tick: Tick) -> bool:
+        """Whether every scale, if there are any, is zero or a normal float16."""
         fits = True
         for index, matrix in enumerate(self._read()):
             with self._named(index):
-                fits = fits_float16(matrix, self.target, self.symmetric) and fits
+                if isinstance(self.target, ir.DataType):
+                    check_cast(matrix, self.target.numpy())
+                elif self.target.name == "mxfp4":
+                    check_mxfp4(matrix, self.target)
+                else:
+                    fits = fits_float16(matrix, self.target, self.symmetric) and fits
             tick()
         return fits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hina_ort.bench.options import LayerOptions, parse_peers, parse_shape, parse_tokens
 from hina_ort.conversion import UsageError
-from hina_ort.doctor import diagnose
+from hina_ort.doctor import usable_cpus
 
 
 def run_layer(
@@ -27,13 +27,15 @@ def run_layer(
         shape=parse_shape(shape),
         tokens=parse_tokens(tokens),
         peers=parse_peers(versus),
-        threads=diagnose()["threads"]["usable"] if threads is None else threads,
+        threads=usable_cpus() if threads is None else threads,
         **options,
     )
     # What would fail after minutes of measuring fails here.
     for option, path in (("--json", json_file), ("--plot", plot_file)):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{option} names {path}, but there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} names {path}, which is a folder; name a file")
     if plot_file is not None:
         from hina_ort.bench.plot import import_matplotlib
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from graph_passes.quantize.formats import BLOCKS, WeightFormat
 from hina_ort.conversion import UsageError
+from hina_ort.doctor import usable_cpus
 
 WEIGHTS = ("f32", "f16", "bf16", "int8", "int4", "mxfp4")
 ACTIVATIONS = ("f32", "f16", "bf16")
 PEERS = ("ort", "torch", "vllm")
 MAX_TOKENS = 1 << 16
+MAX_THREADS_PER_CPU = 4
+"""More than any CPU runs at once: such a benchmark measures the scheduler, or runs out of threads."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,11 @@ class LayerOptions:
         for name, number in (("threads", self.threads), ("repeats", self.repeats)):
             if number < 1:
                 raise UsageError(f"--{name} is {number}, expected at least 1")
+        if self.threads > MAX_THREADS_PER_CPU * (cpus := usable_cpus()):
+            raise UsageError(
+                f"--threads is {self.threads}, expected at most {MAX_THREADS_PER_CPU * cpus}, "
+                f"{MAX_THREADS_PER_CPU} for each usable CPU"
+            )
         if not 0 <= self.skew <= 10:
             raise UsageError(f"--skew is {self.skew}, expected a Zipf exponent from 0 (uniform) to 10")
         if self.accuracy_level not in (None, 0, 4):

@@ -288,19 +288,50 @@ def test_weights_that_are_quantised_already_are_left_alone_or_refused() -> None:
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_nan_is_named_and_the_model_is_unchanged(stacked: bool, tmp_path: Path) -> None:
+def test_nan_is_named_and_the_model_is_unchanged(stacked: bool) -> None:
     node = node_of(experts_stacked=stacked)
     node.weights["down_proj"][5, 7, 2] = np.nan
     model = ir_model(node)
     names = list(model.graph.initializers)
     where = "down_proj, expert 5," if stacked else r"down_proj\.5"
-    with pytest.raises(WeightError, match=f"the weights {where} cannot be converted: it holds NaN"):
-        convert_weights(model, WeightTypes(routed=INT4))
+    for target in (INT4, INT8, MXFP4):
+        with pytest.raises(WeightError, match=f"the weights {where} cannot be converted: it holds NaN"):
+            convert_weights(model, WeightTypes(routed=target))
+        assert list(model.graph.initializers) == names
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(ir.DataType.FLOAT16, 1e5), (ir.DataType.BFLOAT16, 3.4e38)])
+def test_a_weight_beyond_the_range_is_named_and_the_model_is_unchanged(dtype: ir.DataType, bad: float) -> None:
+    node = node_of()
+    node.weights["down_proj"][5, 7, 2] = bad
+    model = ir_model(node)
+    names = list(model.graph.initializers)
+    with pytest.raises(
+        WeightError, match=r"the weights down_proj, expert 5, cannot be converted: it holds .*too large"
+    ):
+        convert_weights(model, WeightTypes(routed=dtype))
     assert list(model.graph.initializers) == names
-    convert_weights(model, WeightTypes(routed=MXFP4))  # has no scales to choose, so that weights are read in the saving
-    with pytest.raises(WeightError, match=f"the weights {where} cannot be converted: it holds NaN"):
-        external_data.save(model, tmp_path / "model.onnx")
-    assert not list(tmp_path.iterdir())
+    convert_weights(model, WeightTypes(routed=ir.DataType.FLOAT))
+
+
+def test_weights_with_zero_points_do_not_become_symmetric() -> None:
+    model, _ = converted(node_of(), routed=INT4)
+    with pytest.raises(WeightError, match="gate_proj of moe is quantised already, as int4:32 with zero points"):
+        convert_weights(model, WeightTypes(routed=INT4, symmetric=True))
+    model, _ = converted(node_of(), routed=INT4, symmetric=True)
+    for symmetric in (True, False):
+        (change,) = convert_weights(model, WeightTypes(routed=INT4, symmetric=symmetric))
+        assert not change.projections
+
+
+def test_more_weights_than_the_node_names_are_an_error() -> None:
+    model = ir_model(node_of())
+    node = hina_node(model)
+    surplus = model.graph.initializers["up_proj"]
+    node.resize_inputs(len(node.inputs) + 1)
+    node.replace_input_with(len(node.inputs) - 1, surplus)
+    with pytest.raises(ValueError, match="it has weights that its weight_inputs do not name, the first is up_proj"):
+        weights_of(node)
 
 
 def test_nodes_that_are_not_valid_are_named() -> None:

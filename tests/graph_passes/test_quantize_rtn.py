@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.quantize.formats import BLOCKS, E2M1, WeightFormat, e8m0, unpack
-from graph_passes.quantize.rtn import CHUNK, LARGEST, Rounded, WeightError, cast, fits_float16, quantise
+from graph_passes.quantize.rtn import (
+    CHUNK,
+    LARGEST,
+    Rounded,
+    WeightError,
+    cast,
+    check_cast,
+    check_mxfp4,
+    fits_float16,
+    quantise,
+)
 
 INTEGERS = ["int8", "int4", *(f"{name}:{block}" for name in ("int8", "int4") for block in BLOCKS)]
 U = 2.0**-24
@@ -223,6 +233,10 @@ def test_scales_fit_float16_or_not() -> None:
     assert fits_float16(normal, form, False) and fits_float16(zeros, form, False)
     for factor in (1e-5, 1e6):
         assert not fits_float16(np.concatenate([zeros, normal, normal * np.float32(factor)]), form, False)
+    last = np.concatenate([np.repeat(normal * np.float32(1e6), CHUNK // 64, 0), normal])
+    last[-1, -1] = np.nan
+    with pytest.raises(WeightError, match="NaN"):  # though the answer is known before
+        fits_float16(last, form, False)
     edge = np.full((1, 32), 8 * 2.0**-14, np.float32)  # symmetric: a scale of -2^-14, the least normal number
     assert fits_float16(edge, form, True) and not fits_float16(edge * np.float32(0.999), form, True)
 
@@ -234,8 +248,10 @@ def test_nan_and_infinities_cannot_be_quantised(word: str, bad: float) -> None:
     w[2, 39] = bad
     with pytest.raises(WeightError, match="NaN, infinities"):
         quantise(w, WeightFormat.parse(word))
-    if word != "mxfp4":
-        with pytest.raises(WeightError, match="NaN, infinities"):
+    with pytest.raises(WeightError, match="NaN, infinities"):
+        if word == "mxfp4":
+            check_mxfp4(w, WeightFormat.parse(word))
+        else:
             fits_float16(w, WeightFormat.parse(word), False)
 
 
@@ -258,11 +274,14 @@ def test_casts_beyond_the_range_are_errors() -> None:
     w[1, 2] = -65519  # the last one that rounds to a float16
     assert cast(w, np.float16).parts[0][1, 2] == -65504
     w[1, 2] = -65520
-    with pytest.raises(WeightError, match=r"-65520, too large for float16; use bf16"):
-        cast(w, np.float16)
-    w[1, 2] = np.finfo(np.float32).max
-    with pytest.raises(WeightError, match="use f32"):
-        cast(w, ml_dtypes.bfloat16)
+    check_cast(np.array([[-65519, np.nan, np.inf]], np.float32), np.float16)
+    for convert in (cast, check_cast):
+        w[1, 2] = -65520
+        with pytest.raises(WeightError, match=r"-65520, too large for float16; use bf16"):
+            convert(w, np.float16)
+        w[1, 2] = np.finfo(np.float32).max
+        with pytest.raises(WeightError, match="use f32"):
+            convert(w, ml_dtypes.bfloat16)
 
 
 def test_scales_of_mxfp4_stay_in_range() -> None:

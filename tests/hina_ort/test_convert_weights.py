@@ -36,8 +36,9 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({"weights": "f32"}, ""),
     ({"weights": "f16"}, ""),
     ({"weights": "bf16"}, ""),
-    ({"weights": "int8"}, "int8"),
-    ({"weights": "int8", "symmetric": True}, "int8"),
+    ({"weights": "int8"}, "int8:32"),
+    ({"weights": "int8", "symmetric": True}, "int8:32"),
+    ({"weights": "int8", "block": 0}, "int8"),
     ({"weights": "int8", "block": 64}, "int8:64"),
     ({"weights": "int4"}, "int4:32"),
     ({"weights": "int4", "block": 16, "symmetric": True}, "int4:16"),
@@ -153,6 +154,8 @@ def test_converting_to_the_same_format_copies_the_model(model: Path, tmp_path: P
     assert invoke(model, once, "--weights", "int4")[0] == 0
     code, out, _ = invoke(once, twice, "--weights", "int4", "--check", 1)
     assert code == 0 and "wrote" in out and "Converted weights" not in out
+    assert "--weights: nothing to convert, the projections are int4:32 already" in out
+    assert "not held to --rtol" not in out, "nothing changed, so that both have to agree"
     np.testing.assert_array_equal(logits(once), logits(twice))
     assert invoke(once, tmp_path / "kept.onnx")[0] == 3, "keep, and nothing to fuse"
 
@@ -161,7 +164,7 @@ def test_weights_in_another_format_are_refused(model: Path, tmp_path: Path) -> N
     once = tmp_path / "once.onnx"
     invoke(model, once, "--weights", "int4")
     before = sorted(tmp_path.iterdir())
-    for words in (["int8"], ["bf16"], ["int4", "--block", "64"]):
+    for words in (["int8"], ["bf16"], ["int4", "--block", "64"], ["int4", "--symmetric"]):
         code, out, err = invoke(once, tmp_path / "twice.onnx", "--weights", *words)
         assert (code, out) == (1, "") and err.count("\n") == 1
         assert "gate_up_proj of model.layers.0.mlp/HinaMoE is quantised already" in err
@@ -179,8 +182,53 @@ def test_accuracy_levels(model: Path, tmp_path: Path) -> None:
     floats, rounded, again = map(logits, paths)
     np.testing.assert_array_equal(rounded, again)
     assert 0 < relative_l2(floats, rounded) < 1
-    assert invoke(paths[2], tmp_path / "back.onnx", "--accuracy-level", 0)[0] == 0
+    code, out, err = invoke(paths[2], tmp_path / "back.onnx", "--accuracy-level", 0, "--check", 2)
+    assert (code, err) == (0, "")
+    assert "activations of 2 layers: int8 to float" in out
+    assert "not held to --rtol, as weights or activations have other types now" in out
     np.testing.assert_array_equal(logits(tmp_path / "back.onnx"), floats)
+    out = invoke(paths[0], tmp_path / "up.onnx", "--accuracy-level", 4, "--check", 2)[1]
+    assert "activations of 2 layers: float to int8" in out
+    code, out, _ = invoke(paths[2], tmp_path / "same.onnx", "--accuracy-level", 4, "--check", 2)
+    assert code == 0 and "--accuracy-level: it is 4 already" in out and "activations of" not in out
+
+
+def test_a_check_of_the_same_weights_has_rtol(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = tmp_path / "once.onnx"
+    hina_ort.convert(model, once, weights="int4")
+    fake_check(monkeypatch, 0.9e-4)
+    assert hina_ort.convert(once, tmp_path / "near.onnx", weights="int4", check=1, rtol=1e-4).written
+    fake_check(monkeypatch, 1.1e-4)
+    with pytest.raises(CheckError, match="the converted model differs from the original"):
+        hina_ort.convert(once, tmp_path / "far.onnx", weights="int4", check=1, rtol=1e-4)
+
+
+def test_what_changes_nothing_is_told(model: Path, tmp_path: Path) -> None:
+    def told(*options: object) -> list[str]:
+        report = json.loads(invoke(model, tmp_path / "out.onnx", *options, "--dry-run", "--json")[1])
+        return report["without_effect"]  # type: ignore[no-any-return]
+
+    assert told("--weights", "int4") == told("--weights", "int8", "--accuracy-level", 0) == told() == []
+    assert told("--weights", "f32") == ["--weights: nothing to convert, the projections are float32 already"]
+    assert told("--weights", "int4", "--shared-weights", "int8") == ["--shared-weights: there are no shared experts"]
+
+
+def test_what_is_read_of_the_files_of_the_source_is_told(tmp_path: Path) -> None:
+    """Beside its source, a model reads the embedding and lm_head from there; the old experts do not count."""
+    source, target = tiny.save_model(tmp_path / "model.onnx", external=True), tmp_path / "int4.onnx"
+    report = json.loads(invoke(source, target, "--weights", "int4", "--json")[1])
+    (data,) = report["reads"]
+    assert data["file"] == str((tmp_path / "model.onnx_data").resolve())
+    read = 2 * 4 * tiny.VOCABULARY * tiny.HIDDEN
+    assert data["bytes"] == read, "the router, of 256 bytes, lies in the model file"
+    written = target.stat().st_size + (tmp_path / "int4.onnx.data").stat().st_size
+    assert report["bytes_after"] == written + read
+    out = invoke(source, target, "--weights", "int4", "--overwrite")[1]
+    assert f"int4.onnx still reads 5.0 KiB of {data['file']}; keep it" in out.replace("\n", "")
+    (tmp_path / "other").mkdir()
+    alone = hina_ort.convert(source, tmp_path / "other" / "int4.onnx", weights="int4")
+    assert alone.reads == []
+    assert alone.bytes_after == sum(path.stat().st_size for path in (tmp_path / "other").iterdir())
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -247,9 +295,20 @@ def test_a_refused_block_stops_the_conversion_unless_partial(tmp_path: Path) -> 
     mixed = tiny.save_model(tmp_path / "mixed.onnx", unknown_layers=(1,))
     code, out, _ = invoke(mixed, tmp_path / "out.onnx", "--weights", "int4", "--json")
     assert code == 4 and json.loads(out)["weights"] == [] and not (tmp_path / "out.onnx").exists()
+    assert "--partial goes on with the rest" in invoke(mixed, tmp_path / "out.onnx", "--weights", "int4")[1]
     code, out, _ = invoke(mixed, tmp_path / "out.onnx", "--weights", "int4", "--partial", "--json")
     assert code == 4 and len(json.loads(out)["weights"]) == 1
     assert [spec_of(node).formats != {} for node in hina_nodes(tmp_path / "out.onnx")] == [True]
+
+
+def test_partial_is_named_where_only_weights_are_left_to_convert(tmp_path: Path) -> None:
+    mixed, half = tiny.save_model(tmp_path / "mixed.onnx", unknown_layers=(1,)), tmp_path / "half.onnx"
+    invoke(mixed, half, "--partial")
+    code, out, _ = invoke(half, tmp_path / "out.onnx", "--weights", "int4")
+    assert code == 4 and "--partial goes on with the rest" in out and not (tmp_path / "out.onnx").exists()
+    assert invoke(half, tmp_path / "out.onnx", "--weights", "int4", "--partial")[0] == 4
+    assert (tmp_path / "out.onnx").exists()
+    assert "--partial" not in invoke(half, tmp_path / "kept.onnx")[1], "it would change nothing"
 
 
 def test_a_model_without_experts_has_nothing_to_convert(tmp_path: Path) -> None:
@@ -288,9 +347,10 @@ def test_weights_that_cannot_be_converted_are_named(
     (tmp_path / "fused.onnx.data").unlink()
     source = with_weight(fused, value)
     before = sorted(tmp_path.iterdir())
-    code, out, err = invoke(source, tmp_path / "out.onnx", "--weights", weights)
-    assert (code, out) == (1, "") and err.count("\n") == 1
-    assert "model.layers.1.mlp.experts.down_proj, expert 2, cannot be converted" in err and words in err
+    for options in ([], ["--dry-run"]):
+        code, out, err = invoke(source, tmp_path / "out.onnx", "--weights", weights, *options)
+        assert (code, out) == (1, "") and err.count("\n") == 1
+        assert "model.layers.1.mlp.experts.down_proj, expert 2, cannot be converted" in err and words in err
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -310,7 +370,7 @@ def test_a_check_of_rounded_weights_reports_and_does_not_judge(
     assert hina_ort.convert(model, tmp_path / "far.onnx", weights="int4", check=1).written
     fake_check(monkeypatch, math.inf)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckError, match="breaks output logits"):
+    with pytest.raises(CheckError, match="output logits of the converted model has NaN"):
         hina_ort.convert(model, tmp_path / "broken.onnx", weights="int4", check=1)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -324,18 +384,19 @@ def test_a_check_of_exact_weights_judges(model: Path, tmp_path: Path, monkeypatc
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"weights": "int3"}, "weights is 'int3', expected one of keep, f32, f16, bf16, int8, int4, mxfp4"),
-    ({"weights": "int8", "shared_weights": "fp8"}, "shared_weights is 'fp8'"),
-    ({"weights": "int4", "block": 24}, "block is 24, expected 0"),
-    ({"weights": "int4", "block": -1}, "block is -1"),
-    ({"weights": "bf16", "block": 32}, "block is for int8 and int4 weights, not for bf16"),
-    ({"weights": "mxfp4", "block": 32}, "block is for int8 and int4 weights, not for mxfp4"),
-    ({"block": 32}, "block is for int8 and int4 weights, not for keep"),
-    ({"weights": "mxfp4", "symmetric": True}, "symmetric is for int8 and int4 weights, not for mxfp4"),
+    ({"weights": "int3"}, "--weights is 'int3', expected keep, f32, f16, bf16, int8, int4 or mxfp4"),
+    ({"weights": "int8", "shared_weights": "fp8"}, "--shared-weights is 'fp8'"),
+    ({"weights": "int4", "block": 24}, "--block is 24, expected 0 (one scale per row), 16, 32, 64, 128 or 256"),
+    ({"weights": "int4", "block": -1}, "--block is -1"),
+    ({"weights": "bf16", "block": 32}, "--block is for int8 and int4 weights, not for bf16"),
+    ({"weights": "mxfp4", "block": 32}, "--block is for int8 and int4 weights, not for mxfp4"),
+    ({"block": 32}, "--block is for int8 and int4 weights, not for keep"),
+    ({"weights": "mxfp4", "symmetric": True}, "--symmetric is for int8 and int4 weights, not for mxfp4"),
     ({"weights": "f16", "shared_weights": "bf16", "symmetric": True}, "not for f16 and bf16"),
-    ({"weights": "int4", "accuracy_level": 3}, "accuracy_level is 3, expected 0"),
-    ({"weights": "bf16", "accuracy_level": 4}, "accuracy_level is for quantised weights, not for bf16"),
-    ({"accuracy_level": 4}, "accuracy_level is for quantised weights, and"),
+    ({"weights": "int4", "accuracy_level": 3}, "--accuracy-level is 3, expected 0 (float activations) or 4"),
+    ({"weights": "bf16", "accuracy_level": 4}, "--accuracy-level is for quantised weights, not for bf16"),
+    ({"accuracy_level": 4}, "--accuracy-level is for quantised weights, and"),
+    ({"accuracy_level": 0}, "--accuracy-level is for quantised weights, and"),
 ]
 
 

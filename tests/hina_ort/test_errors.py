@@ -172,6 +172,11 @@ def test_bad_values_are_errors_in_the_api(model: Path, tmp_path: Path) -> None:
             hina_ort.convert(model, tmp_path / "out.onnx", **values)
 
 
+def test_options_are_checked_before_paths(tmp_path: Path) -> None:
+    code, message = invoke("convert", tmp_path / "missing.onnx", tmp_path / "out.onnx", "--block", 32)
+    assert code == 2 and "--block is for int8 and int4 weights" in message
+
+
 SLOW_CLI = """
 import signal, sys, time
 from graph_passes import external_data
