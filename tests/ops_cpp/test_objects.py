@@ -68,8 +68,8 @@ PARKING = [
     Parking(
         "kernels/qdot/avx2.cc",
         "many_of",
-        "The registers hold the integer sums of a unit; the float sums of its 16 rows and 4 tokens are read and written "
-        "once for each unit.",
+        "The registers hold the integer sums of a unit; the float sums of its 16 rows and 4 tokens are read and "
+        "written once for each unit.",
         spills=0.29,
     ),
 ]
