@@ -49,16 +49,16 @@ class Run:
         return ["bench", "layer", "--quiet", *(f"--{name}={value}" for name, value in options.items())]
 
 
-QWEN, FEW = "qwen3-30b-a3b", "1,16,256"
+QWEN, FEW = "qwen3-30b-a3b", "1,16,256,1024"
 RUNS = (
-    *(Run(QWEN, weights) for weights in ("int4", "int8", "f32", "bf16")),
-    *(Run(QWEN, weights, FEW, "ort", hidden=True) for weights in ("int4", "int8", "f32")),
-    Run(QWEN, "bf16", FEW, hidden=True),
-    Run(QWEN, "mxfp4", FEW),
-    Run("qwen3.6-35b-a3b", "int4", FEW, "ort"),
-    Run("olmoe", "int4", FEW, "ort"),
+    Run(QWEN, "int4", FEW, "ort", hidden=True),
+    Run(QWEN, "int8", FEW, "ort", hidden=True),
+    *(Run(QWEN, weights, peers=peers) for weights, peers in (("int4", "ort,vllm"), ("f32", "ort"))),
+    Run(QWEN, "bf16", FEW, "vllm", hidden=True),
+    Run(QWEN, "f32", FEW, "ort", hidden=True),
+    *(Run(QWEN, weights) for weights in ("int8", "bf16", "mxfp4")),
+    *(Run(shape, "int4", FEW, "ort") for shape in ("qwen3.6-35b-a3b", "olmoe", "deepseek-v2-lite")),
     Run("gpt-oss-20b", "mxfp4", FEW, "ort"),
-    Run("deepseek-v2-lite", "int4", FEW, "ort"),
     Run("mixtral-8x7b", "int4", "1,16", "ort"),
 )
 
@@ -98,7 +98,7 @@ def results(runs: Sequence[Run]) -> str:
     found = {run: json.loads(run.result.read_text(encoding="utf-8")) for run in runs if run.result.is_file()}
     if not found:
         raise ValueError(f"there are no results in {FOLDER}: run python -m docs.generate_performance without --reuse")
-    parts = [_machine(next(iter(found.values())))]
+    parts = [_machine(found[min(found, key=lambda run: run.hidden)])]
     for hidden, title in ((False, "## Results"), (True, "## Results as on a machine with AVX2 only")):
         tables = [_table(run, result) for run, result in found.items() if run.hidden == hidden]
         parts += [title, *tables] if tables else []
