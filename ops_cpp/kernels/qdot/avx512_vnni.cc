@@ -16,10 +16,8 @@
 //   pack  2.4 us with int4, 3.3 us with uint8; from 5 tokens on it pays
 #include <immintrin.h>
 
+#include "kernels/simd/macros.h"
 #include "kernels/tables.h"
-
-#define HINA_INLINE inline __attribute__((always_inline))
-#define HINA_UNROLL _Pragma("GCC unroll 16")
 
 namespace hina {
 namespace {
