@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from docs.generated import with_generated
 from graph_passes.op_schema import ATTRIBUTES, DOMAIN, INPUTS, OP_TYPE, OPSET_VERSION, OUTPUTS, WEIGHT_FIELDS
 
 PAGE = Path(__file__).resolve().with_name("op.md")
@@ -48,12 +49,7 @@ def tables() -> str:
 
 def page() -> str:
     """The whole page with fresh tables; ValueError when the page has lost its markers."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, middle, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not (middle and end):
-        raise ValueError(f"{PAGE.name} lacks the lines {_START.strip()} and {_END.strip()}")
-    return f"{before}{_START}{tables()}{_END}{after}"
+    return with_generated(PAGE, _START, tables(), _END)
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

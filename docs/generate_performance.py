@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from docs.generated import with_generated
 from hina_ort.bench.show import number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,12 +159,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def page(middle: str) -> str:
     """The whole page with these results; ValueError when the page has lost its markers."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not (start and end):
-        raise ValueError(f"{PAGE.name} lacks the lines {_START.strip()} and {_END.strip()}")
-    return f"{before}{_START}{middle}{_END}{after}"
+    return with_generated(PAGE, _START, middle, _END)
 
 
 if __name__ == "__main__":
