@@ -44,6 +44,8 @@ class OnnxEngine(Engine):
         path.write_bytes(self._model(nodes, weights).SerializeToString())
         session_options = ort.SessionOptions()
         session_options.intra_op_num_threads = self.options.threads
+        # After a run its threads rest, and do not take the cores from the engine that is timed next.
+        session_options.add_session_config_entry("session.force_spinning_stop", "1")
         register(session_options)
         self.session = ort.InferenceSession(str(path), session_options, providers=["CPUExecutionProvider"])
         self._outputs: list[Array] = []

@@ -6,14 +6,16 @@
 
 namespace hina {
 
-constexpr int kRows = 32;                           // rows of a block of one matrix, at most
-constexpr int kMaxChunk = 96;                       // tokens of a chunk, at most
-constexpr int64_t kChunkBytes = 384 * 1024;         // of tokens in a chunk
-constexpr int64_t kDequantiseBytes = 64 * 1024;     // of float32 weights that are dequantised at once
-constexpr int64_t kStreamTokens = 4;                // per expert, at most, where tasks are runs of blocks ..
-constexpr int64_t kMostRun = 4;                     // .. of so many at most ..
-constexpr int64_t kTasksPerWorker = 4;              // .. but so that every worker gets so many tasks
-constexpr int64_t kTokenBlock = 24;                 // tokens of a prepare task
+constexpr int kRows = 32;                        // rows of a block of one matrix, at most ..
+constexpr int kFewRows = 128;                    // .. but so many where few tokens meet quantised rows as they lie ..
+constexpr int64_t kPage = 4096;                  // .. for each place that they are read from to be so long, in bytes
+constexpr int kMaxChunk = 96;                    // tokens of a chunk, at most
+constexpr int64_t kChunkBytes = 384 * 1024;      // of tokens in a chunk
+constexpr int64_t kDequantiseBytes = 64 * 1024;  // of float32 weights that are dequantised at once
+constexpr int64_t kStreamTokens = 4;             // per expert, at most, where tasks are runs of blocks ..
+constexpr int64_t kMostRun = 4;                  // .. of so many at most ..
+constexpr int64_t kTasksPerWorker = 4;           // .. but so that every worker gets so many tasks
+constexpr int64_t kTokenBlock = 24;              // tokens of a prepare task
 constexpr int64_t kPieceBytes = 128 * 1024 * 1024;  // of intermediate values that a piece of the tokens may need ..
 constexpr int64_t kLeastPiece = 1024;  // .. but a piece has this many tokens: the weights are read for each
 

@@ -15,7 +15,7 @@
 // them. A block of FC1 has as many rows as a unit of codes.
 //
 // With few tokens an expert's weights are streamed from memory: then a task is a run of several blocks that lie one
-// after the other, so that what a kernel asks for ahead is mostly its own.
+// after the other. Every block is told which one comes next, for its kernel to ask for.
 #include "moe/forward.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@
 namespace hina {
 namespace {
 
-constexpr int64_t kTileRow = 2 * kRows;  // what one token leaves in a tile: gate, then up; or down
+constexpr int64_t kTileRow = 2 * kRows;  // what one token leaves in a tile: up, then gate; or down
 
 int64_t size_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
@@ -124,8 +124,8 @@ class Layer {
       const void* tokens[kTokenBlock];
       for (int64_t t = begin; t < end; ++t) tokens[t - begin] = x_ + t * p_.hidden_size;
       for (int64_t row = first; row < last; row += kRows)
-        Projection(p_.router.weight, row, std::min(row + kRows, last), p_.hidden_size, TokenForm::kFloat32, end - begin,
-                   kernels_, nullptr)
+        Projection({&p_.router.weight, row, std::min(row + kRows, last)}, {}, p_.hidden_size, TokenForm::kFloat32,
+                   end - begin, kernels_, nullptr)
             .multiply(tokens, static_cast<int>(end - begin), w_.logits + begin * p_.num_experts + row, p_.num_experts);
     }
     if (!w_.logits_left[block].arrive()) return;
@@ -165,7 +165,7 @@ class Layer {
     if (p_.shared_gate.data == nullptr) return 1.0f;
     const void* x = x_ + token * p_.hidden_size;
     float logit = 0.0f;
-    Projection(p_.shared_gate, 0, 1, p_.hidden_size, TokenForm::kFloat32, 1, kernels_, nullptr)
+    Projection({&p_.shared_gate, 0, 1}, {}, p_.hidden_size, TokenForm::kFloat32, 1, kernels_, nullptr)
         .multiply(&x, 1, &logit, 1);
     return 1.0f / (1.0f + std::exp(-logit));
   }
@@ -192,7 +192,9 @@ class Layer {
 
   // --- experts ---
 
-  int64_t tokens_of(int32_t group) const { return w_.plan.first[group + 1] - w_.plan.first[group]; }
+  const Expert& expert_of(int64_t group) const { return group == p_.num_experts ? p_.shared : p_.experts[group]; }
+
+  int64_t tokens_of(int64_t group) const { return w_.plan.first[group + 1] - w_.plan.first[group]; }
 
   void order_groups() {
     std::copy(w_.plan.active.begin(), w_.plan.active.end(), w_.order);
@@ -257,32 +259,65 @@ class Layer {
       std::memcpy(token + from * 4, x, static_cast<size_t>(to - from) * 4);
   }
 
+  // The rows of FC1 are read as two blocks of as many rows. They are those of up and of gate; or, where these lie in
+  // turns, the two halves of the rows of both, so that what is read is one run of bytes.
+  struct Fc1Blocks {
+    RowBlock parts[2];
+    bool in_turns;
+  };
+
+  static Fc1Blocks fc1_blocks(const Expert& expert, int64_t first, int64_t last) {
+    if (expert.gate_up.data == nullptr) return {{{&expert.up, first, last}, {&expert.gate, first, last}}, false};
+    const Matrix* both = &expert.gate_up;
+    return {{{both, 2 * first, first + last}, {both, first + last, 2 * last}}, true};
+  }
+
+  int64_t fc1_step(int64_t group, const Expert& expert, const Kind& kind) const {
+    const auto step_of = [&](const Matrix& m) {
+      return rows_at_once(m, form(m), p_.hidden_size, tokens_of(group), kernels_);
+    };
+    return kind.gated ? std::min(step_of(expert.up), step_of(expert.gate)) : step_of(expert.up);
+  }
+
   void fc1(int64_t task, size_t worker) {
     const bool is_shared = task >= routed_groups_ * routed_.fc1_tasks;
     const Kind& kind = is_shared ? shared_ : routed_;
     const int64_t part = is_shared ? task - routed_groups_ * routed_.fc1_tasks : task % routed_.fc1_tasks;
     const int64_t group = is_shared ? p_.num_experts : w_.order[task / routed_.fc1_tasks];
-    const Expert& expert = is_shared ? p_.shared : p_.experts[group];
+    const Expert& expert = expert_of(group);
     const int64_t first = part * kind.task_rows, last = std::min(first + kind.task_rows, kind.size);
-    int64_t step = rows_at_once(expert.up, form(expert.up), p_.hidden_size);
-    if (kind.gated) step = std::min(step, rows_at_once(expert.gate, form(expert.gate), p_.hidden_size));
-    for (int64_t row = first; row < last; row += step)
-      fc1_rows_of(group, expert, kind, row, std::min(row + step, last), worker);
+    const int64_t step = fc1_step(group, expert, kind);
+    for (int64_t row = first, end; row < last; row = end) {
+      end = std::min(row + step, last);
+      RowBlock next = fc1_blocks(expert, end, std::min(end + step, kind.size)).parts[0];
+      if (end == kind.size)
+        next = task + 1 < fc1_tasks_ && !is_shared ? fc1_blocks(first_of(task + 1), 0, step).parts[0] : RowBlock{};
+      fc1_rows_of(group, expert, kind, row, end, next, worker);
+    }
     w_.fc1_left[group].arrive();
   }
 
-  void fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last, size_t worker) {
+  // The expert of a task of FC1.
+  const Expert& first_of(int64_t task) const {
+    return task < routed_groups_ * routed_.fc1_tasks ? p_.experts[w_.order[task / routed_.fc1_tasks]] : p_.shared;
+  }
+
+  void fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last,
+                   const RowBlock& next, size_t worker) {
     const bool is_shared = &kind == &shared_;
     const int64_t rows = last - first, k = p_.hidden_size;
     const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
-    const TokenForm up_form = form(expert.up), gate_form = kind.gated ? form(expert.gate) : up_form;
-    const Projection up(expert.up, first, last, k, up_form, end - begin, kernels_, scratch_of(worker, 0));
-    std::optional<Projection> gate;
-    if (kind.gated) gate.emplace(expert.gate, first, last, k, gate_form, end - begin, kernels_, scratch_of(worker, 1));
+    const auto [parts, in_turns] = fc1_blocks(expert, first, last);
+    const TokenForm forms[2] = {form(*parts[0].matrix), kind.gated ? form(*parts[1].matrix) : form(expert.up)};
+    const Projection one(parts[0], kind.gated ? parts[1] : next, k, forms[0], end - begin, kernels_,
+                         scratch_of(worker, 0));
+    std::optional<Projection> other;
+    if (kind.gated) other.emplace(parts[1], next, k, forms[1], end - begin, kernels_, scratch_of(worker, 1));
     float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kTileRow;
     const bool scaled = p_.weights_on_input && !is_shared;
-    const int64_t chunk = chunk_of(
-        scaled ? w_.scaled_bytes : std::max(token_bytes(up_form, k, kernels_), token_bytes(gate_form, k, kernels_)));
+    const int64_t chunk =
+        chunk_for(rows, scaled ? w_.scaled_bytes
+                               : std::max(token_bytes(forms[0], k, kernels_), token_bytes(forms[1], k, kernels_)));
     const auto take = [&](TokenForm form, int64_t slot, int n, const void** tokens) {
       if (scaled)
         gather_scaled(form, slot, n, worker, tokens);
@@ -292,22 +327,39 @@ class Layer {
     const void* tokens[kMaxChunk];
     for (int64_t slot = begin; slot < end; slot += chunk) {
       const int n = static_cast<int>(std::min(chunk, end - slot));
-      take(up_form, slot, n, tokens);
-      up.multiply(tokens, n, tile + kRows, kTileRow);
+      take(forms[0], slot, n, tokens);
+      one.multiply(tokens, n, tile, 2 * rows);
       if (kind.gated) {
-        if (gate_form != up_form) take(gate_form, slot, n, tokens);
-        gate->multiply(tokens, n, tile, kTileRow);
+        if (forms[1] != forms[0]) take(forms[1], slot, n, tokens);
+        other->multiply(tokens, n, tile + rows, 2 * rows);
       }
       for (int t = 0; t < n; ++t) {
-        float* u = tile + t * kTileRow + kRows;
-        float* g = kind.gated ? u - kRows : u;
-        add_bias(u, rows, expert.up_bias, first);
-        if (kind.gated) add_bias(g, rows, expert.gate_bias, first);
-        kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, g, kind.gated ? u : nullptr, g,
-                                                             rows);
-        store_token(form(expert.down), g, first, last, kind.size, hidden_of(is_shared, slot + t));
+        float* up = tile + t * 2 * rows;
+        float* gate = kind.gated ? up + rows : up;
+        if (in_turns) take_turns(up, rows, expert.gate.data == expert.gate_up.data);
+        add_bias(up, rows, expert.up_bias, first);
+        if (kind.gated) add_bias(gate, rows, expert.gate_bias, first);
+        kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, gate, kind.gated ? up : nullptr,
+                                                             gate, rows);
+        store_token(form(expert.down), gate, first, last, kind.size, hidden_of(is_shared, slot + t));
       }
     }
+  }
+
+  // Tokens of a chunk, of `bytes` each, for which a tile has room.
+  static int64_t chunk_for(int64_t rows, int64_t bytes) {
+    return std::min(chunk_of(bytes), kMaxChunk * kRows / std::max<int64_t>(rows, kRows));
+  }
+
+  // From values of gate and up in turns to those of up, then those of gate.
+  static void take_turns(float* values, int64_t rows, bool gate_first) {
+    float gate[kFewRows];
+    for (int64_t i = 0; i < rows; ++i) {
+      const float even = values[2 * i], odd = values[2 * i + 1];
+      values[i] = gate_first ? odd : even;
+      gate[i] = gate_first ? even : odd;
+    }
+    std::copy_n(gate, rows, values + rows);
   }
 
   // What FC1 leaves for a slot.
@@ -325,13 +377,18 @@ class Layer {
     const int64_t first = task * fc2_task_rows_, last = std::min(first + fc2_task_rows_, p_.hidden_size);
     const int64_t rows = last - first;
     for (int64_t t = 0; t < call_.tokens; ++t) std::fill_n(sum_ + t * p_.hidden_size + first, rows, 0.0f);
-    for (const int32_t group : w_.plan.active) {
-      const bool is_shared = group == p_.num_experts;
-      const Expert& expert = is_shared ? p_.shared : p_.experts[group];
-      const Kind& kind = is_shared ? shared_ : routed_;
-      const int64_t step = rows_at_once(expert.down, form(expert.down), kind.size);
-      for (int64_t row = first; row < last; row += step)
-        fc2_rows_of(group, expert, kind, row, std::min(row + step, last), worker);
+    const auto& active = w_.plan.active;
+    for (size_t i = 0; i < active.size(); ++i) {
+      const Expert& expert = expert_of(active[i]);
+      const Kind& kind = active[i] == p_.num_experts ? shared_ : routed_;
+      const int64_t step = rows_at_once(expert.down, form(expert.down), kind.size, tokens_of(active[i]), kernels_);
+      const bool is_last = i + 1 == active.size();
+      for (int64_t row = first, end; row < last; row = end) {
+        end = std::min(row + step, last);
+        const int64_t next = end == last && !is_last ? first : end;
+        const Expert& then = end < last ? expert : expert_of(active[is_last ? 0 : i + 1]);
+        fc2_rows_of(active[i], expert, kind, row, end, {&then.down, next, next + step}, worker);
+      }
     }
     if (call_.type == DataType::kFloat32) return;
     for (int64_t t = 0; t < call_.tokens; ++t) {
@@ -340,25 +397,27 @@ class Layer {
     }
   }
 
-  void fc2_rows_of(int32_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last, size_t worker) {
+  void fc2_rows_of(int32_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last,
+                   const RowBlock& next, size_t worker) {
     const bool is_shared = &kind == &shared_;
     const int64_t rows = last - first;
     const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
     const TokenForm down_form = form(expert.down);
-    const Projection down(expert.down, first, last, kind.size, down_form, end - begin, kernels_, scratch_of(worker, 0));
+    const Projection down({&expert.down, first, last}, next, kind.size, down_form, end - begin, kernels_,
+                          scratch_of(worker, 0));
     w_.fc1_left[group].wait();
     float* tile = w_.tile + static_cast<int64_t>(worker) * kMaxChunk * kTileRow;
-    const int64_t chunk = chunk_of(token_bytes(down_form, kind.size, kernels_));
+    const int64_t chunk = chunk_for(rows, token_bytes(down_form, kind.size, kernels_));
     const void* tokens[kMaxChunk];
     for (int64_t slot = begin; slot < end; slot += chunk) {
       const int n = static_cast<int>(std::min(chunk, end - slot));
       for (int t = 0; t < n; ++t) tokens[t] = hidden_of(is_shared, slot + t);
-      down.multiply(tokens, n, tile, kTileRow);
+      down.multiply(tokens, n, tile, rows);
       for (int t = 0; t < n; ++t) {
-        add_bias(tile + t * kTileRow, rows, expert.down_bias, first);
+        add_bias(tile + t * rows, rows, expert.down_bias, first);
         const float weight = p_.weights_on_input && !is_shared ? 1.0f : w_.plan.weight[slot + t];
         float* sum = sum_ + w_.plan.token[slot + t] * p_.hidden_size + first;
-        for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * kTileRow + i];
+        for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * rows + i];
       }
     }
   }

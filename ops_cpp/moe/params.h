@@ -34,8 +34,9 @@ struct Matrix {
 };
 
 // One MLP: down(act(gate x) * up x), or down(act(up x)) when `gated` is false. Biases are float32, empty if absent.
+// `gate_up` has the rows of gate and up in turns, one of each, where they lie so; else its data is nullptr.
 struct Expert {
-  Matrix gate, up, down;
+  Matrix gate, up, down, gate_up;
   std::vector<float> gate_bias, up_bias, down_bias;
 };
 

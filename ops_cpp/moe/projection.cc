@@ -5,6 +5,8 @@
 namespace hina {
 namespace {
 
+static_assert(kRows <= kMaxQRows && kFewRows <= kMaxFewRows);
+
 constexpr int kShortUnit = 16;
 constexpr int64_t kAlignment = 64;
 
@@ -18,11 +20,27 @@ float middle_code(WeightFormat format) {
 }
 
 // Scales and zero points of one block of rows, as floats.
-int64_t expanded_bytes(int64_t k, int unit) { return aligned(2 * kRows * ceil_div(k, unit) * 4); }
+int64_t expanded_bytes(int64_t rows, int64_t k, int unit) { return aligned(2 * rows * ceil_div(k, unit) * 4); }
 
 // Whether rows are packed for `tokens` tokens.
 bool packs(const QDotKernel& qdot, int unit, int64_t tokens) {
   return qdot.few == nullptr || unit != kUnit || tokens >= qdot.pack_from;
+}
+
+// Rows of a block for `few`.
+int64_t few_rows(const Matrix& matrix, const QDotKernel& qdot) {
+  return std::clamp<int64_t>(ceil_div(qdot.streams * kPage, kRows * matrix.row_bytes) * kRows, kRows, kFewRows);
+}
+
+QNext next_of(const RowBlock& block) {
+  if (block.matrix == nullptr || !block.matrix->quantised()) return {};
+  const Matrix& m = *block.matrix;
+  const int64_t rows = block.last - block.first;
+  QNext next{m.row(block.first), {m.scales + block.first * m.scale_stride, nullptr}, {rows * m.scale_stride, 0}};
+  if (m.zero_points == nullptr) return next;
+  next.factors[1] = m.zero_points + block.first * m.zero_point_stride;
+  next.factor_bytes[1] = rows * m.zero_point_stride;
+  return next;
 }
 
 }  // namespace
@@ -53,35 +71,44 @@ int64_t token_bytes(TokenForm form, int64_t k, const KernelSet& kernels) {
   return k * (form == TokenForm::kBFloat16 ? 2 : 4);
 }
 
-int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k) {
-  if (!matrix.quantised() || is_int8(form)) return kRows;
+int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels) {
+  if (!matrix.quantised()) return kRows;
+  const QDotKernel& qdot = kernels.qdot[static_cast<int>(matrix.format)];
+  if (is_int8(form)) return packs(qdot, unit_of(matrix), tokens) ? kRows : few_rows(matrix, qdot);
   return std::clamp<int64_t>(kDequantiseBytes / (k * 4) / 4 * 4, 4, kRows);
 }
 
 int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels) {
   const int unit = unit_of(matrix);
-  if (!is_int8(form)) return expanded_bytes(k, unit) + aligned(rows_at_once(matrix, form, k) * k * 4);
-  const QDotKernel& qdot = kernels.qdot[static_cast<int>(matrix.format)];
-  return expanded_bytes(k, unit) + (packs(qdot, unit, tokens) ? qdot.panel_bytes(k, unit) : 0);
+  const auto of_rows = [&](int64_t n) {
+    const int64_t rows = rows_at_once(matrix, form, k, n, kernels);
+    const QDotKernel& qdot = kernels.qdot[static_cast<int>(matrix.format)];
+    const int64_t prepared = !is_int8(form)         ? aligned(rows * k * 4)
+                             : packs(qdot, unit, n) ? qdot.panel_bytes(k, unit)
+                                                    : 0;
+    return expanded_bytes(rows, k, unit) + prepared;
+  };
+  return std::max(of_rows(1), of_rows(tokens));
 }
 
-Projection::Projection(const Matrix& matrix, int64_t first, int64_t last, int64_t k, TokenForm form, int64_t tokens,
+Projection::Projection(const RowBlock& rows, const RowBlock& next, int64_t k, TokenForm form, int64_t tokens,
                        const KernelSet& kernels, std::byte* scratch)
-    : k_(k), count_(static_cast<int>(last - first)) {
-  for (int r = 0; r < count_; ++r) rows_[r] = matrix.row(first + r);
+    : k_(k), count_(static_cast<int>(rows.last - rows.first)) {
+  const Matrix& matrix = *rows.matrix;
+  for (int r = 0; r < count_; ++r) rows_[r] = matrix.row(rows.first + r);
   if (!matrix.quantised()) {
     dot_ = form == TokenForm::kBFloat16 ? kernels.dot_bfloat16 : kernels.dot[static_cast<int>(matrix.type)];
     return;
   }
   const int unit = unit_of(matrix);
-  expand(matrix, first, unit, kernels, reinterpret_cast<float*>(scratch));
-  scratch += expanded_bytes(k, unit);
+  expand(matrix, rows.first, unit, kernels, reinterpret_cast<float*>(scratch));
+  scratch += expanded_bytes(count_, k, unit);
   if (!is_int8(form)) {
     dequantise(matrix, kernels, reinterpret_cast<float*>(scratch));
     return;
   }
   qdot_ = &kernels.qdot[static_cast<int>(matrix.format)];
-  qrows_ = {rows_, scales_, zero_points_, count_, matrix.row_bytes, unit};
+  qrows_ = {rows_, scales_, zero_points_, count_, matrix.row_bytes, unit, next_of(next)};
   if (!packs(*qdot_, unit, tokens)) return;
   qdot_->pack(qrows_, k, scratch);
   panel_ = scratch;

@@ -32,15 +32,22 @@ int64_t token_bytes(TokenForm form, int64_t k, const KernelSet& kernels);
 // up to `tokens` tokens.
 int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels);
 
-// Rows of a block that are prepared at once: fewer than kRows where rows are dequantised, to stay in the L1 or L2
-// cache.
-int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k);
+// Rows of a block for `tokens` tokens: a multiple of 32 but where rows are dequantised, which are so few that they stay
+// in the L1 or L2 cache.
+int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels);
+
+// Rows [first, last) of a matrix.
+struct RowBlock {
+  const Matrix* matrix = nullptr;
+  int64_t first = 0;
+  int64_t last = 0;
+};
 
 class Projection {
  public:
-  // Rows [first, last), at most kRows, for `tokens` tokens in all. `scratch` is 64-byte aligned, of scratch_bytes();
-  // plain rows need none.
-  Projection(const Matrix& matrix, int64_t first, int64_t last, int64_t k, TokenForm form, int64_t tokens,
+  // Rows, at most rows_at_once(), for `tokens` tokens in all; `next` is the block that this thread will probably read
+  // after them, or none. `scratch` is 64-byte aligned, of scratch_bytes(); plain rows need none.
+  Projection(const RowBlock& rows, const RowBlock& next, int64_t k, TokenForm form, int64_t tokens,
              const KernelSet& kernels, std::byte* scratch);
   Projection(const Projection&) = delete;
   Projection& operator=(const Projection&) = delete;
@@ -57,12 +64,12 @@ class Projection {
 
   int64_t k_;
   int count_;
-  const void* rows_[kRows];
+  const void* rows_[kFewRows];
   DotFn dot_ = nullptr;
   const QDotKernel* qdot_ = nullptr;
   QRows qrows_{};
-  const float* scales_[kRows];
-  const float* zero_points_[kRows];
+  const float* scales_[kFewRows];
+  const float* zero_points_[kFewRows];
   const void* panel_ = nullptr;
 };
 

@@ -308,6 +308,7 @@ class Weights {
       const Slice gate = up_first_ ? other : one, up = up_first_ ? one : other;
       x.gate = matrix(prefix + "gate_up_proj", e, gate, 2 * size, hidden);
       x.up = matrix(prefix + "gate_up_proj", e, up, 2 * size, hidden);
+      if (interleaved_) x.gate_up = matrix(prefix + "gate_up_proj", e, {0, 1}, 2 * size, hidden);
       x.gate_bias = bias(prefix + "gate_up_proj_bias", e, gate, size, 2 * size);
       x.up_bias = bias(prefix + "gate_up_proj_bias", e, up, size, 2 * size);
       return x;

@@ -1,8 +1,8 @@
 // qdot, AVX2 + FMA.
 //
 // few   8 rows x 2 tokens or 1, lanes along k. Eight vectors of products are added up crosswise into one that has a row
-//       in each lane. All of k for 8 rows: sums in registers, the rows' scales and zero points transposed 16 units at a
-//       time. The last units are copied to where zeros can follow them.
+//       in each lane. All of k for 8 rows, from 8 places of the block (ahead.h): sums in registers, the rows' scales
+//       and zero points transposed 16 units at a time. The last units are copied to where zeros can follow them.
 // many  16 rows x 4 tokens (or 3, 2, 1; mxfp4: twice 8 rows), rows in the lanes: eight integer sums, two vectors of
 //       codes and one of four bytes of a token, broadcast. The float sums stay in the L1 cache, as do 16 units of 16
 //       rows while the tokens pass by.
@@ -11,8 +11,9 @@
 //
 // Measured 2026-11-29, one thread of an Emerald Rapids VM, 32 rows, k = 2048. `many` with 16 tokens or more has 78 % of
 // the peak of two maddubs and a madd for int4 (172 GOP/s), 75 % for mxfp4, 88 % of that of madd and add for 8 bits (105
-// GOP/s). `few` with one token and rows from memory reads 11 to 12 GB/s of nibbles and 13 to 14 of bytes, where a plain
-// loop reads 11 and one with eight streams 18; with rows in the L2 cache 22. `pack` takes 100 ns a row, 190 of bytes.
+// GOP/s). `few` with one token takes nibbles from the L2 cache at 20 GB/s, and bytes at 27. `pack` takes 100 ns a row,
+// 190 of bytes.
+#include "kernels/qdot/ahead.h"
 #include "kernels/qdot/avx2_rows.h"
 #include "kernels/qdot/avx2_token.h"
 #include "kernels/tables.h"
@@ -27,6 +28,16 @@ constexpr int kManyTokens = 32;  // and those of `many`
 
 template <Format format>
 constexpr int kStep = 32 / kPlane<format, kUnit>;  // units of 32 in a vector of a row
+template <Format format>
+constexpr int kLineUnits = kLine / kPlane<format, kUnit>;
+
+// Groups of a block of rows: row r is lane r / groups of group r % groups.
+HINA_INLINE int groups_of(int rows) { return (rows + kGroup - 1) / kGroup; }
+
+template <Format format, int unit>
+int64_t lines_of(int64_t units) {
+  return (units * kPlane<format, unit> + kLine - 1) / kLine;
+}
 
 template <Format format, int unit>
 constexpr int kUnitPanel = kGroup * (8 + 2 * kPlane<format, unit>);
@@ -42,12 +53,31 @@ HINA_INLINE __m256i broadcast4(const char* at) {
   return _mm256_set1_epi32(dword);
 }
 
-HINA_INLINE void store_rows(float* out, int n, __m256 v) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  if (n >= 8)
-    _mm256_storeu_ps(out, v);
-  else
-    _mm256_maskstore_ps(out, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane), v);
+// Lane i is row r + i * step of n.
+HINA_INLINE void store_rows(float* out, int r, int step, int n, __m256 v) {
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, v);
+  for (int i = 0; r < n && i < 8; ++i, r += step) out[r] = lanes[i];
+}
+
+// Lanes i of two groups are rows r + i * step of n, and the next ones.
+HINA_INLINE void store_rows(float* out, int r, int step, int n, __m256 first, __m256 second) {
+  if (n < kGroup * step) {
+    store_rows(out, r, step, n, first);
+    store_rows(out, r + 1, step, n, second);
+    return;
+  }
+  const __m256 pairs[2] = {_mm256_unpacklo_ps(first, second), _mm256_unpackhi_ps(first, second)};  // 0 1 4 5, 2 3 6 7
+  HINA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    HINA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const __m128 v = half == 0 ? _mm256_castps256_ps128(pairs[i]) : _mm256_extractf128_ps(pairs[i], 1);
+      float* to = out + r + (4 * half + 2 * i) * step;
+      _mm_storel_pi(reinterpret_cast<__m64*>(to), v);
+      _mm_storeh_pi(reinterpret_cast<__m64*>(to + step), v);
+    }
+  }
 }
 
 HINA_INLINE __m256 accumulate(__m256i dot, __m256 ws, __m256 zero_point, float xs, float sum, __m256 acc) {
@@ -87,13 +117,23 @@ HINA_INLINE void four_rows(const char* const* rows, int64_t offset, const __m256
   }
 }
 
-// Units of eight rows, their scales and zero points with the rows in the lanes.
+// What belongs to the line of each row that begins at byte `at`.
+HINA_INLINE void fetch_ahead(const Rows8& rows, int r, int64_t at, Ahead& ahead) {
+  const uintptr_t distance = static_cast<uintptr_t>(at) + ahead.distance(r, at);
+  HINA_UNROLL
+  for (int i = 0; i < 8; ++i) prefetch(address(rows.codes[i]) + distance);
+  ahead.fetch_factors();
+}
+
+// Units of eight rows: their scales with the rows in the lanes, and their zero points likewise, or those that all rows
+// share, each broadcast as it is used.
+template <bool shared>
 struct Block {
   const Rows8* rows;
   int64_t at;  // the first unit, in `rows`
   int units;
   alignas(32) float scales[kBlockUnits][8];
-  alignas(32) float zero_points[kBlockUnits][8];
+  alignas(32) float zero_points[shared ? 1 : kBlockUnits][8];
 
   void fill() {
     for (int i = 0; i < units; i += kPad) {
@@ -101,16 +141,23 @@ struct Block {
       transpose(rows->scales, (at + i) * 4, v);
       HINA_UNROLL
       for (int j = 0; j < 4; ++j) store(scales[i + j], v[j]);
-      transpose(rows->zero_points, (at + i) * 4, v);
-      HINA_UNROLL
-      for (int j = 0; j < 4; ++j) store(zero_points[i + j], v[j]);
+      if constexpr (!shared) {
+        transpose(rows->zero_points, (at + i) * 4, v);
+        HINA_UNROLL
+        for (int j = 0; j < 4; ++j) store(zero_points[i + j], v[j]);
+      }
     }
+  }
+  HINA_INLINE __m256 zero_points_of(const char* first, int i) const {
+    if constexpr (shared) return _mm256_castsi256_ps(broadcast4(first + i * 4));
+    return _mm256_load_ps(zero_points[shared ? 0 : i]);
   }
 };
 
 // 32 bytes of each row of the block times kN tokens: its unit i, which is the tokens' unit u, of nibbles also the next.
-template <Format format, int kN>
-HINA_INLINE void few_step(const Block& block, int i, const Token<format, kUnit>* tokens, int64_t u, __m256* acc) {
+template <Format format, int kN, bool shared>
+HINA_INLINE void few_step(const Block<shared>& block, const char* zero_points, int i,
+                          const Token<format, kUnit>* tokens, int64_t u, __m256* acc) {
   const int64_t offset = (block.at + i) * kPlane<format, kUnit>;
   __m256i x[2][kN], low[kN], high[kN];
   HINA_UNROLL
@@ -127,39 +174,47 @@ HINA_INLINE void few_step(const Block& block, int i, const Token<format, kUnit>*
     if constexpr (!kNibbles<format>) dots[0] = _mm256_add_epi32(dots[0], dots[1]);
     HINA_UNROLL
     for (int j = 0; j < kStep<format>; ++j)
-      acc[t] = accumulate(dots[j], _mm256_load_ps(block.scales[i + j]), _mm256_load_ps(block.zero_points[i + j]),
+      acc[t] = accumulate(dots[j], _mm256_load_ps(block.scales[i + j]), block.zero_points_of(zero_points, i + j),
                           tokens[t].scales[u + j], tokens[t].sums[u + j], acc[t]);
   }
 }
 
-template <Format format, int kN>
-HINA_INLINE void few_tokens(const Block& block, const Token<format, kUnit>* all, int64_t u, bool prefetch,
+template <Format format, int kN, bool shared, bool fetch>
+HINA_INLINE void few_tokens(const Block<shared>& block, const Token<format, kUnit>* all, int64_t u, Ahead& ahead, int r,
                             __m256* acc) {
   Token<format, kUnit> tokens[kN];
   __m256 sums[kN];
   HINA_UNROLL
   for (int t = 0; t < kN; ++t) tokens[t] = all[t], sums[t] = acc[t];
-  for (int i = 0; i < block.units; i += kStep<format>) {
-    if (prefetch && i % kPad == 0) block.rows->prefetch<kPlane<format, kUnit>>(block.at + i);
-    few_step<format, kN>(block, i, tokens, u + i, sums);
+  const char* zero_points = block.rows->zero_points[0] + block.at * 4;
+  for (int i = 0; i < block.units; i += kLineUnits<format>) {
+    if constexpr (fetch) fetch_ahead(*block.rows, r, (block.at + i) * kPlane<format, kUnit>, ahead);
+    HINA_UNROLL
+    for (int j = 0; j < kLineUnits<format>; j += kStep<format>)
+      few_step<format, kN, shared>(block, zero_points, i + j, tokens, u + i + j, sums);
   }
   HINA_UNROLL
   for (int t = 0; t < kN; ++t) acc[t] = sums[t];
 }
 
 // Units [u, end) of the tokens, which are those from `at` on of the rows.
-template <Format format>
+template <Format format, bool shared>
 void few_units(const Rows8& rows, int64_t at, int64_t u, int64_t end, const Token<format, kUnit>* tokens, int n,
-               __m256* acc) {
-  Block block;
+               Ahead& ahead, int r, __m256* acc) {
+  Block<shared> block;
   for (; u < end; u += kBlockUnits, at += kBlockUnits) {
     block.rows = &rows;
     block.at = at;
     block.units = static_cast<int>(least(end - u, kBlockUnits));
     block.fill();
-    int t = 0;
-    for (; t + 2 <= n; t += 2) few_tokens<format, 2>(block, tokens + t, u, t == 0, acc + t);
-    if (t < n) few_tokens<format, 1>(block, tokens + t, u, t == 0, acc + t);
+    if (n == 1) {
+      few_tokens<format, 1, shared, true>(block, tokens, u, ahead, r, acc);
+      continue;
+    }
+    few_tokens<format, 2, shared, true>(block, tokens, u, ahead, r, acc);
+    int t = 2;
+    for (; t + 2 <= n; t += 2) few_tokens<format, 2, shared, false>(block, tokens + t, u, ahead, r, acc + t);
+    if (t < n) few_tokens<format, 1, shared, false>(block, tokens + t, u, ahead, r, acc + t);
   }
 }
 
@@ -170,22 +225,27 @@ void few(const QRows& rows, const void* const* tokens, int n_tokens, int64_t k, 
     const int n = static_cast<int>(least(n_tokens - t0, kFewTokens));
     Token<format, kUnit> x[kFewTokens];
     for (int t = 0; t < n; ++t) x[t] = Token<format, kUnit>(tokens[t0 + t], units);
-    for (int r = 0; r < rows.n; r += 8) {
+    const int step = groups_of(rows.n);
+    Ahead ahead(rows, step, lines_of<format, kUnit>(units));
+    for (int r = 0; r < step; ++r) {
       __m256 acc[kFewTokens] = {};
-      for_units<kPlane<format, kUnit>>(rows, r, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
-        few_units<format>(part, at, u, end, x, n, acc);
-      });
-      for (int t = 0; t < n; ++t) store_rows(out + (t0 + t) * out_stride + r, rows.n - r, acc[t]);
+      for_units<kPlane<format, kUnit>>(
+          rows, r, step, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
+            const auto multiply = part.same_zero_points ? few_units<format, true> : few_units<format, false>;
+            multiply(part, at, u, end, x, n, ahead, r, acc);
+          });
+      for (int t = 0; t < n; ++t) store_rows(out + (t0 + t) * out_stride, r, step, rows.n, acc[t]);
     }
   }
 }
 
 // Units [u, end) of a group of rows, which are those from `at` on of `rows`. Whole lines are written one after another.
 template <Format format, int unit>
-void pack_units(const Rows8& rows, int64_t at, int64_t u, int64_t end, char* group) {
+void pack_units(const Rows8& rows, int64_t at, int64_t u, int64_t end, Ahead& ahead, int r, char* group) {
   constexpr int kDwords = kPlane<format, unit> / 4;  // of a row, in a unit
   for (; u < end; u += kPad, at += kPad) {
-    rows.prefetch<kPlane<format, unit>>(at);
+    for (int64_t line = 0; line < kPad * kPlane<format, unit>; line += kLine)
+      fetch_ahead(rows, r, at * kPlane<format, unit> + line, ahead);
     char* to = group + u * kUnitPanel<format, unit>;
     __m256i scales[4], zero_points[4];
     transpose(rows.scales, at * 4, scales);
@@ -215,9 +275,11 @@ void pack_units(const Rows8& rows, int64_t at, int64_t u, int64_t end, char* gro
 template <Format format, int unit>
 void pack_of(const QRows& rows, int64_t k, char* panel) {
   const int64_t units = units_of(k, unit);
-  for (int r = 0; r < round_up(rows.n, 2 * kGroup); r += kGroup, panel += group_bytes<format, unit>(units))
-    for_units<kPlane<format, unit>>(rows, r, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
-      pack_units<format, unit>(part, at, u, end, panel);
+  const int step = groups_of(rows.n);
+  Ahead ahead(rows, step, lines_of<format, unit>(units));
+  for (int r = 0; r < round_up(step, 2); ++r, panel += group_bytes<format, unit>(units))
+    for_units<kPlane<format, unit>>(rows, r, step, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
+      pack_units<format, unit>(part, at, u, end, ahead, r, panel);
     });
 }
 
@@ -304,18 +366,21 @@ template <Format format, int unit>
 void many_of(const char* panel, int n_rows, const void* const* tokens, int n_tokens, int64_t k, float* out,
              int64_t out_stride) {
   const int64_t units = units_of(k, unit), group = group_bytes<format, unit>(units);
+  const int step = groups_of(n_rows);
   for (int t0 = 0; t0 < n_tokens; t0 += kManyTokens) {
     const int n = static_cast<int>(least(n_tokens - t0, kManyTokens));
     Token<format, unit> x[kManyTokens];
     for (int t = 0; t < n; ++t) x[t] = Token<format, unit>(tokens[t0 + t], units);
-    for (int r = 0; r < n_rows; r += 2 * kGroup) {
+    for (int r = 0; r < step; r += 2) {
       alignas(32) float acc[kManyTokens][2 * kGroup] = {};
       for (int64_t u = 0; u < units; u += kBlockUnits)
-        tiles<format, unit>(panel + r / kGroup * group, group, x, n, u, least(units, u + kBlockUnits), acc[0]);
+        tiles<format, unit>(panel + r * group, group, x, n, u, least(units, u + kBlockUnits), acc[0]);
       for (int t = 0; t < n; ++t) {
-        float* to = out + (t0 + t) * out_stride + r;
-        store_rows(to, n_rows - r, _mm256_load_ps(acc[t]));
-        if (n_rows - r > kGroup) store_rows(to + kGroup, n_rows - r - kGroup, _mm256_load_ps(acc[t] + kGroup));
+        float* to = out + (t0 + t) * out_stride;
+        if (r + 1 < step)
+          store_rows(to, r, step, n_rows, _mm256_load_ps(acc[t]), _mm256_load_ps(acc[t] + kGroup));
+        else
+          store_rows(to, r, step, n_rows, _mm256_load_ps(acc[t]));
       }
     }
   }
@@ -355,7 +420,7 @@ void many(const void* panel, int n_rows, int unit, const void* const* tokens, in
 template <Format format>
 constexpr QDotKernel entry(const char* name, int pack_from) {
   constexpr Format kPacked = format == Format::kInt8 ? Format::kUint8 : format;  // pack makes the one of the other
-  return {name,        Isa::kAvx2,          format,       pack_from,    token_bytes<format>, quantise<kPacked>,
+  return {name,        Isa::kAvx2,          format,       pack_from,    8, token_bytes<format>, quantise<kPacked>,
           few<format>, panel_bytes<format>, pack<format>, many<kPacked>};
 }
 

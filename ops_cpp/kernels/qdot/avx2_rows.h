@@ -87,37 +87,22 @@ HINA_INLINE void transpose(const char* const* rows, int64_t offset, __m256i* out
   out[3] = _mm256_unpackhi_epi64(ef, gh);
 }
 
-// Eight rows of a block; where there are fewer, the last one again.
+// Rows r, r + step, r + 2 step .. of a block, eight of them; where there are fewer, the last one again.
 struct Rows8 {
   const char* codes[8];
   const char* scales[8];
   const char* zero_points[8];
-  // Bytes to the rows that probably come next, eight further on: of codes, 0 to fetch nothing, and of scales.
-  int64_t next = 0, next_scales = 0;
+  bool same_zero_points;
 
   Rows8() = default;
-  Rows8(const QRows& rows, int first) {
-    for (int i = 0; i < 8; ++i) {
-      const int r = first + i < rows.n ? first + i : rows.n - 1;
-      codes[i] = static_cast<const char*>(rows.values[r]);
-      scales[i] = reinterpret_cast<const char*>(rows.scales[r]);
-      zero_points[i] = reinterpret_cast<const char*>(rows.zero_points[r]);
-    }
-    if (rows.row_bytes >= kPage) return;
-    next = 8 * (codes[1] - codes[0]);
-    next_scales = 8 * (scales[1] - scales[0]);
-  }
-
-  // Hardware prefetchers do not keep up with several streams in a page. With k = 2048 and one token, this makes 12 GB/s
-  // out of 8.5 for int4, and 14 out of 10 for uint8; with rows of several pages it costs 5 %.
-  template <int plane>
-  HINA_INLINE void prefetch(int64_t at) const {
-    if (next == 0) return;
-    HINA_UNROLL
-    for (int r = 0; r < 8; ++r) {
-      HINA_UNROLL
-      for (int i = 0; i < kPad * plane; i += 64) _mm_prefetch(codes[r] + next + at * plane + i, _MM_HINT_T0);
-      if (at % 16 == 0) _mm_prefetch(scales[r] + next_scales + at * 4, _MM_HINT_T0);
+  Rows8(const QRows& rows, int r, int step) {
+    same_zero_points = true;
+    for (int i = 0; i < 8; ++i, r += step) {
+      const int row = r < rows.n ? r : rows.n - 1;
+      codes[i] = static_cast<const char*>(rows.values[row]);
+      scales[i] = reinterpret_cast<const char*>(rows.scales[row]);
+      zero_points[i] = reinterpret_cast<const char*>(rows.zero_points[row]);
+      same_zero_points &= zero_points[i] == zero_points[0];
     }
   }
 };
@@ -140,6 +125,7 @@ struct Tail {
   }
   Rows8 rows() const {
     Rows8 all;
+    all.same_zero_points = false;
     for (int i = 0; i < 8; ++i) {
       all.codes[i] = codes[i];
       all.scales[i] = reinterpret_cast<const char*>(scales[i]);
@@ -149,11 +135,11 @@ struct Tail {
   }
 };
 
-// Calls compute(part, at, u, end) for all units of eight rows, the first of which is row `first`: units [u, end), a
+// Calls compute(part, at, u, end) for all units of the eight rows r, r + step, r + 2 step ..: units [u, end), a
 // multiple of kPad, are those from `at` on of `part`.
 template <int plane, typename Compute>
-HINA_INLINE void for_units(const QRows& rows, int first, int64_t units, const Compute& compute) {
-  const Rows8 all(rows, first);
+HINA_INLINE void for_units(const QRows& rows, int r, int step, int64_t units, const Compute& compute) {
+  const Rows8 all(rows, r, step);
   const int64_t whole = least(units / kPad, rows.row_bytes / (kPad * plane)) * kPad;
   compute(all, 0, 0, whole);
   if (whole == units) return;

@@ -3,19 +3,20 @@
 // Token: scales [units], sums [units], each padded to 16 floats; then codes. Tokens for 4-bit weights have two planes
 // of them, each padded to 64 bytes: those of even k, which meet the low halves of a row's bytes, and those of odd k.
 //
-// few   16 rows at a time, lanes along k: 64 bytes of each of four rows against the tokens' 64 (or two times 64) codes,
+// few   16 rows at a time, from 16 places of a block (ahead.h), lanes along k: 64 bytes of each of four rows against
+// the tokens' 64 (or two times 64) codes,
 //       then a transpose of four accumulators adds up the lanes of a unit, and one of four such results puts 16 rows
 //       into the lanes. Up to four tokens share the unpacked rows.
 // pack  16 rows of 64 bytes as a 16 x 16 transpose of dwords: panel = for each 16 rows, for each unit: scales [16],
 //       zero points [16], unit / 4 vectors of [16 rows][4 codes].
 // many  lanes = rows: a dword of a token's codes is broadcast against 32 rows; up to 6 tokens, 12 accumulators.
 //
-// Measured 2026-11-29, one thread of an Emerald Rapids VM (VPDPBUSD 610 GOP/s, reads 13 to 15 GB/s), 32 rows of 2048:
-//   few   one token, rows from memory: 94 % of a plain read loop with uint8, 79 % with int4
+// Measured 2026-11-29, one thread of an Emerald Rapids VM (VPDPBUSD 610 GOP/s), 32 rows of 2048:
 //   many  from 12 tokens on 385 to 415 GOP/s, 63 to 68 % of the peak, with every format
 //   pack  2.4 us with int4, 3.3 us with uint8; from 5 tokens on it pays
 #include <immintrin.h>
 
+#include "kernels/qdot/ahead.h"
 #include "kernels/simd/macros.h"
 #include "kernels/tables.h"
 
@@ -129,16 +130,26 @@ HINA_INLINE __m512i high_codes(__m512i raw) {
   return decode<format>(_mm512_and_si512(_mm512_srli_epi16(raw, 4), _mm512_set1_epi8(15)));
 }
 
-// Rows are read 16 at a time, in pieces too short for the CPU's own prefetching: the same place of the next 16 rows,
-// most often the ones to come, is asked for. At one token this takes int4 from 47 to 73 %, uint8 from 62 to 94 % of the
-// speed of a plain read loop (Emerald Rapids, one thread). The address need not exist.
-HINA_INLINE int64_t rows_ahead(const QRows& rows) {
-  return rows.n < 2 ? 0 : 16 * (static_cast<const char*>(rows.values[1]) - static_cast<const char*>(rows.values[0]));
-}
-HINA_INLINE void prefetch_next(const char* at, int64_t ahead) {
-  _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(ahead)),
-               _MM_HINT_T0);
-}
+// Groups of a block of rows: row r is lane r / groups of group r % groups.
+HINA_INLINE int groups_of(int rows) { return (rows + kLanes - 1) / kLanes; }
+
+// One group; where a lane has no row, the last row again.
+struct Rows16 {
+  const char* codes[kLanes];
+  const float* scales[kLanes];
+  const float* zero_points[kLanes];
+  bool same_zero_points = true;
+
+  Rows16(const QRows& rows, int group) {
+    for (int i = 0, r = group; i < kLanes; ++i, r += groups_of(rows.n)) {
+      const int row = r < rows.n ? r : rows.n - 1;
+      codes[i] = static_cast<const char*>(rows.values[row]);
+      scales[i] = rows.scales[row];
+      zero_points[i] = rows.zero_points[row];
+      same_zero_points &= zero_points[i] == zero_points[0];
+    }
+  }
+};
 
 // v[i] lane-of-dword j becomes v[j] dword i.
 HINA_INLINE void transpose16(__m512i* v) {
@@ -172,12 +183,11 @@ HINA_INLINE void transpose16(__m512i* v) {
 }
 
 // 16 rows of floats, units [u, u + 16), as 16 vectors of rows; what lies beyond `units` is zero.
-HINA_INLINE void transpose_floats(const float* const* rows, int n, int64_t u, int64_t units, float* out, int64_t step) {
+HINA_INLINE void transpose_floats(const float* const* rows, int64_t u, int64_t units, float* out, int64_t step) {
   const __mmask16 mask = first(units - u);
   __m512i v[16];
   HINA_UNROLL
-  for (int r = 0; r < 16; ++r)
-    v[r] = _mm512_castps_si512(r < n ? _mm512_maskz_loadu_ps(mask, rows[r] + u) : _mm512_setzero_ps());
+  for (int r = 0; r < 16; ++r) v[r] = _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, rows[r] + u));
   transpose16(v);
   const int64_t left = units - u;
   HINA_UNROLL
@@ -204,36 +214,47 @@ HINA_INLINE void gather_quarters(__m512i* q) {
   q[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
+template <bool nibbles>
+HINA_INLINE int64_t lines_of(int64_t k, int unit) {
+  return (units_of(k, unit) * unit / (nibbles ? 2 : 1) + kLine - 1) / kLine;
+}
+
+// What belongs to the line of each row that begins at byte `at`.
+HINA_INLINE void fetch_ahead(const Rows16& rows, int r, int64_t at, Ahead& ahead) {
+  const uintptr_t distance = static_cast<uintptr_t>(at) + ahead.distance(r, at);
+  HINA_UNROLL
+  for (int i = 0; i < kLanes; ++i) prefetch(address(rows.codes[i]) + distance);
+  ahead.fetch_factors();
+}
+
 // Scales and zero points of 16 rows for 16 units.
 struct Factors {
   alignas(64) float scales[16][kLanes];
   alignas(64) float zero_points[16][kLanes];
 
-  HINA_INLINE void load(const QRows& rows, const int* index, int64_t u, int64_t units) {
-    const float *s[16], *z[16];
-    bool same = true;
-    for (int r = 0; r < 16; ++r) {
-      s[r] = rows.scales[index[r]];
-      z[r] = rows.zero_points[index[r]];
-      same &= z[r] == z[0];
-    }
-    transpose_floats(s, 16, u, units, &scales[0][0], kLanes);
-    if (same)
-      for (int i = 0; i < 16 && u + i < units; ++i) _mm512_store_ps(zero_points[i], _mm512_set1_ps(z[0][u + i]));
+  HINA_INLINE void load(const Rows16& rows, int64_t u, int64_t units) {
+    transpose_floats(rows.scales, u, units, &scales[0][0], kLanes);
+    if (rows.same_zero_points)
+      for (int i = 0; i < 16 && u + i < units; ++i)
+        _mm512_store_ps(zero_points[i], _mm512_set1_ps(rows.zero_points[0][u + i]));
     else
-      transpose_floats(z, 16, u, units, &zero_points[0][0], kLanes);
+      transpose_floats(rows.zero_points, u, units, &zero_points[0][0], kLanes);
   }
 };
 
+// Lane i of a group is row r + i * groups of n.
+HINA_INLINE void store_group(float* out, int r, int groups, int n, __m512 v) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i row = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(groups)), _mm512_set1_epi32(r));
+  _mm512_mask_i32scatter_ps(out, _mm512_cmplt_epi32_mask(row, _mm512_set1_epi32(n)), row, v, 4);
+}
+
 template <WeightFormat format, int kTokens>
-HINA_INLINE void few_tile(const QRows& rows, const int* index, const void* const* tokens, int64_t k, float* out,
-                          int64_t out_stride, __mmask16 stored) {
+HINA_INLINE void few_tile(const QRows& rows, const Rows16& group, int r, Ahead& ahead, const void* const* tokens,
+                          int64_t k, float* out, int64_t out_stride) {
   constexpr bool nibbles = is_nibbles(format);
   constexpr int kStepUnits = nibbles ? 4 : 2;  // in 64 bytes of a row
   const int64_t units = units_of(k, kUnit);
-  const char* row[16];
-  for (int r = 0; r < 16; ++r) row[r] = static_cast<const char*>(rows.values[index[r]]);
-  const int64_t ahead = rows_ahead(rows);
   const float *scales[kTokens], *sums[kTokens];
   const char *even[kTokens], *odd[kTokens];
   __m512 acc[kTokens];
@@ -248,8 +269,9 @@ HINA_INLINE void few_tile(const QRows& rows, const int* index, const void* const
   }
   Factors factors;
   for (int64_t u = 0; u < units; u += kStepUnits) {
-    if (u % 16 == 0) factors.load(rows, index, u, units);
+    if (u % 16 == 0) factors.load(group, u, units);
     const int64_t at = u / kStepUnits * 64;
+    fetch_ahead(group, r, at, ahead);
     const __mmask64 mask = first_bytes(rows.row_bytes - at);
     __m512i q[kTokens][4];
     HINA_UNROLL
@@ -257,8 +279,7 @@ HINA_INLINE void few_tile(const QRows& rows, const int* index, const void* const
       __m512i low[4], high[4];
       HINA_UNROLL
       for (int r = 0; r < 4; ++r) {
-        prefetch_next(row[4 * g + r] + at, ahead);
-        const __m512i raw = _mm512_maskz_loadu_epi8(mask, row[4 * g + r] + at);
+        const __m512i raw = _mm512_maskz_loadu_epi8(mask, group.codes[4 * g + r] + at);
         low[r] = nibbles ? low_codes<format>(raw) : decode<format>(raw);
         if (nibbles) high[r] = high_codes<format>(raw);
       }
@@ -298,30 +319,29 @@ HINA_INLINE void few_tile(const QRows& rows, const int* index, const void* const
     }
   }
   HINA_UNROLL
-  for (int t = 0; t < kTokens; ++t) _mm512_mask_storeu_ps(out + t * out_stride, stored, acc[t]);
+  for (int t = 0; t < kTokens; ++t) store_group(out + t * out_stride, r, groups_of(rows.n), rows.n, acc[t]);
 }
 
 template <WeightFormat format>
 void few(const QRows& rows, const void* const* tokens, int n_tokens, int64_t k, float* out, int64_t out_stride) {
-  for (int begin = 0; begin < rows.n; begin += 16) {
-    int index[16];  // the last row stands in for those that are not there
-    for (int r = 0; r < 16; ++r) index[r] = begin + r < rows.n ? begin + r : rows.n - 1;
-    const __mmask16 stored = first(rows.n - begin);
+  Ahead ahead(rows, groups_of(rows.n), lines_of<is_nibbles(format)>(k, kUnit));
+  for (int r = 0; r < groups_of(rows.n); ++r) {
+    const Rows16 group(rows, r);
     for (int t = 0; t < n_tokens; t += kFewTokens) {
       const void* const* x = tokens + t;
-      float* y = out + t * out_stride + begin;
+      float* y = out + t * out_stride;
       switch (n_tokens - t) {
         case 1:
-          few_tile<format, 1>(rows, index, x, k, y, out_stride, stored);
+          few_tile<format, 1>(rows, group, r, ahead, x, k, y, out_stride);
           break;
         case 2:
-          few_tile<format, 2>(rows, index, x, k, y, out_stride, stored);
+          few_tile<format, 2>(rows, group, r, ahead, x, k, y, out_stride);
           break;
         case 3:
-          few_tile<format, 3>(rows, index, x, k, y, out_stride, stored);
+          few_tile<format, 3>(rows, group, r, ahead, x, k, y, out_stride);
           break;
         default:
-          few_tile<format, 4>(rows, index, x, k, y, out_stride, stored);
+          few_tile<format, 4>(rows, group, r, ahead, x, k, y, out_stride);
       }
     }
   }
@@ -335,7 +355,7 @@ HINA_INLINE int64_t unit_floats(int unit) { return 2 * kLanes + unit / 4 * kLane
 int64_t panel_bytes(int64_t k, int unit) { return kMaxQRows / kLanes * units_of(k, unit) * unit_floats(unit) * 4; }
 
 template <WeightFormat format>
-HINA_INLINE void pack_group(const void* const* values, int n, int64_t row_bytes, int64_t ahead, int unit, int64_t k,
+HINA_INLINE void pack_group(const Rows16& rows, int64_t row_bytes, int r, Ahead& ahead, int unit, int64_t k,
                             float* panel) {
   constexpr bool nibbles = is_nibbles(format);
   const int64_t units = units_of(k, unit), step = unit_floats(unit);
@@ -344,12 +364,9 @@ HINA_INLINE void pack_group(const void* const* values, int n, int64_t row_bytes,
   for (int64_t from = 0; from < all; from += 16) {
     const __mmask64 mask = first_bytes(row_bytes - from * 4);
     __m512i v[16];
+    fetch_ahead(rows, r, from * 4, ahead);
     HINA_UNROLL
-    for (int r = 0; r < 16; ++r) {
-      if (r < n) prefetch_next(static_cast<const char*>(values[r]) + from * 4, ahead);
-      v[r] = r < n ? _mm512_maskz_loadu_epi8(mask, static_cast<const char*>(values[r]) + from * 4)
-                   : _mm512_setzero_si512();
-    }
+    for (int i = 0; i < 16; ++i) v[i] = _mm512_maskz_loadu_epi8(mask, rows.codes[i] + from * 4);
     transpose16(v);
     HINA_UNROLL
     for (int i = 0; i < 16; ++i) {
@@ -363,24 +380,25 @@ HINA_INLINE void pack_group(const void* const* values, int n, int64_t row_bytes,
 
 template <WeightFormat format>
 void pack(const QRows& rows, int64_t k, void* panel) {
-  const int64_t units = units_of(k, rows.unit), step = unit_floats(rows.unit), ahead = rows_ahead(rows);
-  for (int begin = 0; begin < rows.n; begin += kLanes) {
-    const int n = rows.n - begin < kLanes ? rows.n - begin : kLanes;
-    float* group = static_cast<float*>(panel) + begin / kLanes * units * step;
+  const int64_t units = units_of(k, rows.unit), step = unit_floats(rows.unit);
+  Ahead ahead(rows, groups_of(rows.n), lines_of<is_nibbles(format)>(k, rows.unit));
+  for (int r = 0; r < groups_of(rows.n); ++r) {
+    const Rows16 group(rows, r);
+    float* to = static_cast<float*>(panel) + r * units * step;
     for (int64_t u = 0; u < units; u += 16) {
-      transpose_floats(rows.scales + begin, n, u, units, group + u * step, step);
-      transpose_floats(rows.zero_points + begin, n, u, units, group + u * step + kLanes, step);
+      transpose_floats(group.scales, u, units, to + u * step, step);
+      transpose_floats(group.zero_points, u, units, to + u * step + kLanes, step);
     }
     if (rows.unit == kUnit)
-      pack_group<format>(rows.values + begin, n, rows.row_bytes, ahead, kUnit, k, group);
+      pack_group<format>(group, rows.row_bytes, r, ahead, kUnit, k, to);
     else
-      pack_group<format>(rows.values + begin, n, rows.row_bytes, ahead, 16, k, group);
+      pack_group<format>(group, rows.row_bytes, r, ahead, 16, k, to);
   }
 }
 
 template <bool nibbles, int kGroups, int kTokens, int kUnitSize>
 HINA_INLINE void many_tile(const float* panel, const void* const* tokens, int64_t k, float* out, int64_t out_stride,
-                           const __mmask16* stored) {
+                           int n_rows) {
   constexpr int kCodeVectors = kUnitSize / 4, kDwords = nibbles ? kCodeVectors / 2 : kCodeVectors;
   const int64_t units = units_of(k, kUnitSize), step = unit_floats(kUnitSize);
   const Token<nibbles> layout(nullptr, k, kUnitSize);
@@ -426,36 +444,43 @@ HINA_INLINE void many_tile(const float* panel, const void* const* tokens, int64_
       }
     }
   }
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   HINA_UNROLL
   for (int t = 0; t < kTokens; ++t) {
-    HINA_UNROLL
-    for (int g = 0; g < kGroups; ++g) _mm512_mask_storeu_ps(out + t * out_stride + g * kLanes, stored[g], acc[g][t]);
+    float* to = out + t * out_stride;
+    if constexpr (kGroups == 1) {
+      _mm512_mask_storeu_ps(to, first(n_rows), acc[0][t]);
+    } else {  // of which one has the even rows, one the odd
+      _mm512_storeu_ps(to, _mm512_permutex2var_ps(acc[0][t], low, acc[1][t]));
+      _mm512_mask_storeu_ps(to + kLanes, first(n_rows - kLanes), _mm512_permutex2var_ps(acc[0][t], high, acc[1][t]));
+    }
   }
 }
 
 template <bool nibbles, int kGroups, int kUnitSize>
 HINA_INLINE void many_groups(const float* panel, const void* const* tokens, int n_tokens, int64_t k, float* out,
-                             int64_t out_stride, const __mmask16* stored) {
+                             int64_t out_stride, int n_rows) {
   int t = 0;
   for (; t + kManyTokens <= n_tokens; t += kManyTokens)
-    many_tile<nibbles, kGroups, kManyTokens, kUnitSize>(panel, tokens + t, k, out + t * out_stride, out_stride, stored);
+    many_tile<nibbles, kGroups, kManyTokens, kUnitSize>(panel, tokens + t, k, out + t * out_stride, out_stride, n_rows);
   const void* const* x = tokens + t;
   float* y = out + t * out_stride;
   switch (n_tokens - t) {
     case 5:
-      many_tile<nibbles, kGroups, 5, kUnitSize>(panel, x, k, y, out_stride, stored);
+      many_tile<nibbles, kGroups, 5, kUnitSize>(panel, x, k, y, out_stride, n_rows);
       break;
     case 4:
-      many_tile<nibbles, kGroups, 4, kUnitSize>(panel, x, k, y, out_stride, stored);
+      many_tile<nibbles, kGroups, 4, kUnitSize>(panel, x, k, y, out_stride, n_rows);
       break;
     case 3:
-      many_tile<nibbles, kGroups, 3, kUnitSize>(panel, x, k, y, out_stride, stored);
+      many_tile<nibbles, kGroups, 3, kUnitSize>(panel, x, k, y, out_stride, n_rows);
       break;
     case 2:
-      many_tile<nibbles, kGroups, 2, kUnitSize>(panel, x, k, y, out_stride, stored);
+      many_tile<nibbles, kGroups, 2, kUnitSize>(panel, x, k, y, out_stride, n_rows);
       break;
     case 1:
-      many_tile<nibbles, kGroups, 1, kUnitSize>(panel, x, k, y, out_stride, stored);
+      many_tile<nibbles, kGroups, 1, kUnitSize>(panel, x, k, y, out_stride, n_rows);
       break;
   }
 }
@@ -464,21 +489,20 @@ template <bool nibbles>
 void many(const void* panel, int n_rows, int unit, const void* const* tokens, int n_tokens, int64_t k, float* out,
           int64_t out_stride) {
   const float* p = static_cast<const float*>(panel);
-  const __mmask16 stored[2] = {first(n_rows), first(n_rows > kLanes ? n_rows - kLanes : 0)};
   if (unit == kUnit && n_rows > kLanes)
-    many_groups<nibbles, 2, kUnit>(p, tokens, n_tokens, k, out, out_stride, stored);
+    many_groups<nibbles, 2, kUnit>(p, tokens, n_tokens, k, out, out_stride, n_rows);
   else if (unit == kUnit)
-    many_groups<nibbles, 1, kUnit>(p, tokens, n_tokens, k, out, out_stride, stored);
+    many_groups<nibbles, 1, kUnit>(p, tokens, n_tokens, k, out, out_stride, n_rows);
   else if (n_rows > kLanes)
-    many_groups<nibbles, 2, 16>(p, tokens, n_tokens, k, out, out_stride, stored);
+    many_groups<nibbles, 2, 16>(p, tokens, n_tokens, k, out, out_stride, n_rows);
   else
-    many_groups<nibbles, 1, 16>(p, tokens, n_tokens, k, out, out_stride, stored);
+    many_groups<nibbles, 1, 16>(p, tokens, n_tokens, k, out, out_stride, n_rows);
 }
 
 template <WeightFormat format>
 constexpr QDotKernel entry(const char* name, int pack_from) {
   constexpr bool nibbles = is_nibbles(format);
-  return {name,        Isa::kAvx512Vnni, format,       pack_from,    token_bytes<nibbles>, quantise<nibbles>,
+  return {name,        Isa::kAvx512Vnni, format,       pack_from,    16, token_bytes<nibbles>, quantise<nibbles>,
           few<format>, panel_bytes,      pack<format>, many<nibbles>};
 }
 

@@ -107,7 +107,7 @@ void many(const void* panel, int n_rows, int unit, const void* const* tokens, in
 
 template <WeightFormat format>
 constexpr QDotKernel entry(const char* name) {
-  return {name, Isa::kPortable, format, 16, token_bytes, quantise, few<format>, panel_bytes, pack<format>, many};
+  return {name, Isa::kPortable, format, 16, 1, token_bytes, quantise, few<format>, panel_bytes, pack<format>, many};
 }
 
 }  // namespace

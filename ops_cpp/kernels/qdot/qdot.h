@@ -18,7 +18,8 @@
 // Tokens and panels are opaque: how they lie is the business of one kernel entry, all of whose functions agree on it;
 // kUint8 and kInt8 of one ISA take the same tokens, and kInt4 and kMxfp4.
 //
-// Two regimes. `few` reads rows as they lie in the model, each weight byte once, for few tokens. `pack` rearranges the
+// Two regimes. `few` reads rows as they lie in the model, each weight byte once, for few tokens; from `streams` places
+// of the block at a time, each a run of rows, best of a page or more (ahead.h says why). `pack` rearranges the
 // codes of a block of rows, as bytes with rows in the lanes of a vector, into a `panel` that stays in the L2 cache, and
 // `many` multiplies it with any number of tokens. `pack_from` is the number of tokens from which the second is faster,
 // as measured. `few` is nullptr where an entry has no such kernel, and takes units of 32 only.
@@ -30,20 +31,30 @@
 
 namespace hina {
 
-constexpr int kMaxQRows = 32;  // rows of a block
+constexpr int kMaxQRows = 32;     // rows of a block for pack
+constexpr int kMaxFewRows = 128;  // and for few
 constexpr int kUnit = 32;
 
 // The value codes of E2M1: twice the value, plus 12.
 #define HINA_MXFP4_CODES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+
+// What will be read after a block, most likely, for `few` to ask for: a block of as many rows, and their scales and
+// zero points. Nothing depends on it, nothing need be there.
+struct QNext {
+  const void* values = nullptr;
+  const void* factors[2] = {};   // scales and zero points ..
+  int64_t factor_bytes[2] = {};  // .. of all rows, as they lie in the model
+};
 
 // A block of rows of one matrix.
 struct QRows {
   const void* const* values;        // [n] rows as they lie, at any address
   const float* const* scales;       // [n][units]
   const float* const* zero_points;  // [n][units]
-  int n;                            // 0..kMaxQRows
+  int n;                            // 0..kMaxQRows, for few ..kMaxFewRows
   int64_t row_bytes;                // readable bytes of a row: may end within the last unit, padding is not needed
   int unit;                         // 16 or 32
+  QNext next = {};
 };
 
 struct QDotKernel {
@@ -51,6 +62,7 @@ struct QDotKernel {
   Isa isa;
   WeightFormat format;
   int pack_from;
+  int streams;
 
   // Bytes of a token of k values; a multiple of 64.
   int64_t (*token_bytes)(int64_t k, int unit);

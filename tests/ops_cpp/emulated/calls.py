@@ -61,8 +61,10 @@ class QuantisedRows:
     unit: int
 
     def words(self) -> list[object]:
-        """The struct QRows."""
-        return [self.values, self.scales, self.zero_points, len(self.values), self.row_bytes, self.unit]
+        """The struct QRows, with a QNext where no memory is."""
+        nowhere = 1 << 45
+        following = [nowhere, nowhere + 9, nowhere + 77, 300, 80]
+        return [self.values, self.scales, self.zero_points, len(self.values), self.row_bytes, self.unit, *following]
 
     def first(self, n: int) -> QuantisedRows:
         """The first `n` rows."""

@@ -15,7 +15,8 @@ from tests.ops_cpp.objects import ROOT
 # The fields of each family's struct; those of type u8 after `name` are functions.
 FAMILIES = {
     "Dot": "name:u8 isa:i4 weight_type:i4 token_type:i4 fn:u8",
-    "QDot": "name:u8 isa:i4 format:i4 pack_from:i4 token_bytes:u8 quantise:u8 few:u8 panel_bytes:u8 pack:u8 many:u8",
+    "QDot": "name:u8 isa:i4 format:i4 pack_from:i4 streams:i4 token_bytes:u8 quantise:u8 few:u8 panel_bytes:u8 pack:u8 "
+    "many:u8",
     "Dequantise": "name:u8 isa:i4 format:i4 fn:u8",
     "Convert": "name:u8 isa:i4 type:i4 widen:u8 narrow:u8",
     "Activation": "name:u8 isa:i4 activation:i4 fn:u8",

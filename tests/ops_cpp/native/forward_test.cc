@@ -99,13 +99,34 @@ struct Storage {
   }
 };
 
+// Every other row of a matrix, from row `first` on.
+Matrix half_of(Matrix m, int64_t first) {
+  m.data += first * m.row_stride;
+  m.row_stride *= 2;
+  if (!m.quantised()) return m;
+  m.scales += first * m.scale_stride;
+  m.scale_stride *= 2;
+  if (m.zero_points == nullptr) return m;
+  m.zero_points += first * m.zero_point_stride;
+  m.zero_point_stride *= 2;
+  return m;
+}
+
 struct ExpertStorage {
   Storage gate, up, down;
+  bool in_turns = pick(0, 1), up_first = pick(0, 1);
 
   Expert make(Buffers& buffers, int64_t hidden, int64_t size, bool gated) const {
     Expert e;
-    if (gated) e.gate = gate.make(buffers, size, hidden), e.gate_bias = bias(size);
-    e.up = up.make(buffers, size, hidden), e.up_bias = bias(size);
+    if (gated && in_turns) {
+      e.gate_up = gate.make(buffers, 2 * size, hidden);
+      e.gate = half_of(e.gate_up, up_first), e.up = half_of(e.gate_up, !up_first);
+    } else {
+      if (gated) e.gate = gate.make(buffers, size, hidden);
+      e.up = up.make(buffers, size, hidden);
+    }
+    if (gated) e.gate_bias = bias(size);
+    e.up_bias = bias(size);
     e.down = down.make(buffers, hidden, size), e.down_bias = bias(hidden);
     return e;
   }
@@ -215,6 +236,13 @@ void test_layer(int round) {
     CHECK(run(p, call, threads, again, again_counts).empty(), "round %d", round);
     CHECK(again == first && again_counts == counts, "round %d: %d threads change the result", round, threads);
   }
+  Params apart = p;  // each of gate and up by itself
+  for (Expert& expert : apart.experts) expert.gate_up = {};
+  apart.shared.gate_up = {};
+  std::vector<std::byte> same(first.size());
+  std::vector<int64_t> same_counts(counts.size());
+  CHECK(run(apart, call, 2, same, same_counts).empty(), "round %d", round);
+  CHECK(same == first, "round %d: gate and up rows read in turns change the result", round);
   if (call.tokens == 0) return;
   Call pieces = call;  // in several pieces, the last one shorter
   pieces.tokens_at_once = pick(1, call.tokens);

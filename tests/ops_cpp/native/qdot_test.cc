@@ -46,12 +46,14 @@ enum class Data { kUsual, kFractional, kLarge, kSpecial, kExtreme };
 constexpr Data kAllData[] = {Data::kUsual, Data::kFractional, Data::kLarge, Data::kSpecial, Data::kExtreme};
 
 // Rows of random codes. Every other one ends at its guard page, the others before some bytes of 0xff; so their
-// addresses have any alignment. `row_bits`: what the readable bytes of a row are a multiple of.
+// addresses have any alignment. The rows of every other block share their zero points. `row_bits`: what the readable
+// bytes of a row are a multiple of.
 class Rows {
  public:
   Rows(WeightFormat format, int n, int64_t k, int unit, int64_t row_bits, Data data)
       : unit_(unit), row_bytes_(ceil_div(k * bits_of(format), row_bits) * row_bits / 8) {
     const int64_t units = ceil_div(k, unit);
+    const bool shared = below(2) == 0;
     for (int r = 0; r < n; ++r) {
       char* row = allocate(row_bytes_ + (r % 2 == 0 ? 0 : 1 + below(40)));
       constexpr int kExtremes[] = {0xff, 0x77, 0x00, 0x7f, 0x80};
@@ -70,12 +72,15 @@ class Rows {
         scales[below(static_cast<int>(units))] = special[below(8)];
       }
       values.push_back(row), this->scales.push_back(scales), this->zero_points.push_back(zero_points);
+      if (shared) this->zero_points.back() = this->zero_points[0];
     }
   }
 
-  // Rows [from, from + n) of them.
+  // Rows [from, from + n) of them. What is said to come next lies anywhere, mostly where nothing is.
   QRows view(int from, int n) const {
-    return {values.data() + from, scales.data() + from, zero_points.data() + from, n, row_bytes_, unit_};
+    const auto anywhere = [] { return reinterpret_cast<const void*>(uintptr_t{g_random()} << below(24)); };
+    const QNext next{below(4) == 0 ? nullptr : anywhere(), {anywhere(), anywhere()}, {below(9000), below(2) * 700}};
+    return {values.data() + from, scales.data() + from, zero_points.data() + from, n, row_bytes_, unit_, next};
   }
   QRows all() const { return view(0, static_cast<int>(values.size())); }
 
@@ -264,6 +269,26 @@ void test_block(const std::vector<QDotKernel>& kernels, int n, int n_tokens, int
   }
 }
 
+// Blocks of more rows than `pack` takes: the results of their parts.
+void test_wide_block(const std::vector<QDotKernel>& kernels, int n, int n_tokens, int64_t k) {
+  const Rows rows(kernels[0].format, n, k, kUnit, 8, Data::kFractional);
+  std::vector<std::vector<float>> xs;
+  for (int t = 0; t < n_tokens; ++t) xs.push_back(random_token(k));
+  for (const QDotKernel& kernel : kernels) {
+    if (kernel.few == nullptr) continue;
+    const Tokens tokens(kernel, xs, kUnit);
+    const std::vector<float> got = few(kernel, rows.all(), tokens.pointers.data(), n_tokens, k);
+    for (int from = 0; from < n; from += kMaxQRows) {
+      const int count = std::min(kMaxQRows, n - from);
+      const std::vector<float> part = many(kernel, rows.view(from, count), tokens.pointers.data(), n_tokens, k);
+      std::vector<float> of_got;
+      for (int t = 0; t < n_tokens; ++t)
+        of_got.insert(of_got.end(), got.begin() + t * n + from, got.begin() + t * n + from + count);
+      check_same(kernel.name, "few, many rows,", k, of_got, part);
+    }
+  }
+}
+
 void test_dots(const std::vector<QDotKernel>& kernels) {
   const int64_t bits = bits_of(kernels[0].format);
   for (const int unit : {16, 32}) {
@@ -277,6 +302,9 @@ void test_dots(const std::vector<QDotKernel>& kernels) {
     for (int n = 0; n <= kMaxQRows; ++n) test_block(kernels, n, n % 20, 65, unit, 8, Data::kFractional);
     test_block(kernels, 19, 101, 544, unit, 8, Data::kUsual);
   }
+  for (const int64_t k : {1, 65, 384, 2048})
+    for (const int n : {kMaxFewRows, 1 + below(kMaxFewRows), 1 + below(kMaxFewRows)})
+      test_wide_block(kernels, n, 1 + below(6), k);
 }
 
 // -0.127 times the smallest subnormal rounds to -0.0, and padding to more units must not make +0.0 of it.
