@@ -29,38 +29,42 @@ _START, _END = "<!-- measured: generated -->\n", "<!-- end of measured -->\n"
 
 @dataclass(frozen=True)
 class Run:
-    """One call of `hina-ort bench layer`; `hidden` makes it one as on an AVX2 machine."""
+    """One call of `hina-ort bench layer`; `hidden` makes it one as on an AVX2 machine, `threads` 0 are all."""
 
     shape: str
     weights: str
     tokens: str = "1,16,64,256,1024"
     peers: str = "ort,vllm"
     hidden: bool = False
+    threads: int = 0
 
     @property
     def result(self) -> Path:
         """Its JSON file."""
-        return FOLDER / f"{self.shape}.{self.weights}{'.avx2' if self.hidden else ''}.json"
+        threads = f".{self.threads}thread" if self.threads else ""
+        return FOLDER / f"{self.shape}.{self.weights}{threads}{'.avx2' if self.hidden else ''}.json"
 
     @property
     def arguments(self) -> list[str]:
         """Of the command."""
         options = {"shape": self.shape, "weights": self.weights, "tokens": self.tokens, "vs": self.peers}
         options["json"] = str(self.result)
+        if self.threads:
+            options["threads"] = str(self.threads)
         return ["bench", "layer", "--quiet", *(f"--{name}={value}" for name, value in options.items())]
 
 
 QWEN, FEW = "qwen3-30b-a3b", "1,16,256,1024"
 RUNS = (
-    Run(QWEN, "int4", FEW, "ort", hidden=True),
-    Run(QWEN, "int8", FEW, "ort", hidden=True),
-    *(Run(QWEN, weights, peers=peers) for weights, peers in (("int4", "ort,vllm"), ("f32", "ort"))),
-    Run(QWEN, "bf16", FEW, "vllm", hidden=True),
-    Run(QWEN, "f32", FEW, "ort", hidden=True),
-    *(Run(QWEN, weights) for weights in ("int8", "bf16", "mxfp4")),
-    *(Run(shape, "int4", FEW, "ort") for shape in ("qwen3.6-35b-a3b", "olmoe", "deepseek-v2-lite")),
-    Run("gpt-oss-20b", "mxfp4", FEW, "ort"),
-    Run("mixtral-8x7b", "int4", "1,16", "ort"),
+    *(Run(QWEN, weights, peers="ort", hidden=True) for weights in ("int4", "int8", "f32")),
+    Run(QWEN, "bf16", peers="vllm", hidden=True),
+    *(Run(QWEN, weights, "1,16,256", "ort", hidden=True, threads=1) for weights in ("int4", "int8", "f32")),
+    *(Run(shape, "int4", FEW, "ort", hidden=True) for shape in ("qwen3.6-35b-a3b", "olmoe", "deepseek-v2-lite")),
+    Run("gpt-oss-20b", "mxfp4", FEW, "ort", hidden=True),
+    Run("mixtral-8x7b", "int4", "1,16,64", "ort", hidden=True),
+    Run(QWEN, "int4", peers="ort,vllm"),
+    *(Run(QWEN, weights, peers="ort") for weights in ("int8", "f32", "mxfp4")),
+    Run(QWEN, "bf16", peers="vllm"),
 )
 
 
@@ -128,7 +132,7 @@ def _table(run: Run, result: dict[str, Any]) -> str:
     machine = result["machine"]
     kind = result["weights"] if result["block"] is None else f"{result['weights']}, blocks of {result['block']}"
     lines = [
-        f"### {run.shape}, {kind}",
+        f"### {run.shape}, {kind}" + (f", {run.threads} thread{'s' * (run.threads > 1)}" if run.threads else ""),
         "",
         _row(["tokens", "ms", "GB/s", "GOP/s" if int8 else "GFLOP/s", "of limit", "by", *(p["label"] for p in peers)]),
         _row(["---:"] * 5 + ["---"] + ["---:"] * len(peers)),

@@ -11,7 +11,7 @@ from hina_ort.bench.engine import Engine
 from hina_ort.bench.inputs import Router, distinct_experts
 
 REST = 0.02
-"""Seconds before a turn: the threads of the other engines' pools spin for a while and would take cores from it."""
+"""Seconds before a turn: threads of other pools than ONNX Runtime's spin for a while and would take cores from it."""
 BURST = 3
 """Timed runs of a turn, each on inputs of its own, so that other experts are read."""
 LONG = 0.05

@@ -20,7 +20,9 @@ float middle_code(WeightFormat format) {
 }
 
 // Scales and zero points of one block of rows, as floats.
-int64_t expanded_bytes(int64_t rows, int64_t k, int unit) { return aligned(2 * rows * ceil_div(k, unit) * 4); }
+int64_t expanded_bytes(int64_t rows, int64_t k, int unit) {
+  return aligned((2 * rows * ceil_div(k, unit) + kFactorPad) * 4);
+}
 
 // Whether rows are packed for `tokens` tokens.
 bool packs(const QDotKernel& qdot, int unit, int64_t tokens) {

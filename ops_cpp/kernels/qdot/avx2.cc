@@ -187,12 +187,14 @@ HINA_INLINE void few_tokens(const Block<shared>& block, const Token<format, kUni
   HINA_UNROLL
   for (int t = 0; t < kN; ++t) tokens[t] = all[t], sums[t] = acc[t];
   const char* zero_points = block.rows->zero_points[0] + block.at * 4;
-  for (int i = 0; i < block.units; i += kLineUnits<format>) {
+  int i = 0;
+  for (; i + kLineUnits<format> <= block.units; i += kLineUnits<format>) {
     if constexpr (fetch) fetch_ahead(*block.rows, r, (block.at + i) * kPlane<format, kUnit>, ahead);
     HINA_UNROLL
     for (int j = 0; j < kLineUnits<format>; j += kStep<format>)
       few_step<format, kN, shared>(block, zero_points, i + j, tokens, u + i + j, sums);
   }
+  if (i < block.units) few_step<format, kN, shared>(block, zero_points, i, tokens, u + i, sums);
   HINA_UNROLL
   for (int t = 0; t < kN; ++t) acc[t] = sums[t];
 }
@@ -229,7 +231,7 @@ void few(const QRows& rows, const void* const* tokens, int n_tokens, int64_t k, 
     Ahead ahead(rows, step, lines_of<format, kUnit>(units));
     for (int r = 0; r < step; ++r) {
       __m256 acc[kFewTokens] = {};
-      for_units<kPlane<format, kUnit>>(
+      for_units<kPlane<format, kUnit>, kStep<format>>(
           rows, r, step, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
             const auto multiply = part.same_zero_points ? few_units<format, true> : few_units<format, false>;
             multiply(part, at, u, end, x, n, ahead, r, acc);
@@ -278,9 +280,10 @@ void pack_of(const QRows& rows, int64_t k, char* panel) {
   const int step = groups_of(rows.n);
   Ahead ahead(rows, step, lines_of<format, unit>(units));
   for (int r = 0; r < round_up(step, 2); ++r, panel += group_bytes<format, unit>(units))
-    for_units<kPlane<format, unit>>(rows, r, step, units, [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
-      pack_units<format, unit>(part, at, u, end, ahead, r, panel);
-    });
+    for_units<kPlane<format, unit>, kPad>(rows, r, step, units,
+                                          [&](const Rows8& part, int64_t at, int64_t u, int64_t end) {
+                                            pack_units<format, unit>(part, at, u, end, ahead, r, panel);
+                                          });
 }
 
 // Groups of rows that are multiplied at a time. int16 takes the products of a unit of int4, 16 * 15 * 127 = 30480, but

@@ -19,7 +19,7 @@ namespace {
 
 using Format = WeightFormat;
 
-constexpr int kPad = 4;  // units that are read at a time: `few` and `pack` pad to them
+constexpr int kPad = 4;  // units that are transposed at a time: tokens and panels are padded to them
 constexpr int kPage = 4096;
 
 template <Format format>
@@ -136,15 +136,15 @@ struct Tail {
 };
 
 // Calls compute(part, at, u, end) for all units of the eight rows r, r + step, r + 2 step ..: units [u, end), a
-// multiple of kPad, are those from `at` on of `part`.
-template <int plane, typename Compute>
+// multiple of `some` (up to kPad), are those from `at` on of `part`.
+template <int plane, int some, typename Compute>
 HINA_INLINE void for_units(const QRows& rows, int r, int step, int64_t units, const Compute& compute) {
   const Rows8 all(rows, r, step);
-  const int64_t whole = least(units / kPad, rows.row_bytes / (kPad * plane)) * kPad;
+  const int64_t whole = least(units / some, rows.row_bytes / (some * plane)) * some;
   compute(all, 0, 0, whole);
   if (whole == units) return;
   const Tail<plane> tail(all, whole, units, rows.row_bytes);
-  compute(tail.rows(), 0, whole, whole + kPad);
+  compute(tail.rows(), 0, whole, whole + some);
 }
 
 }  // namespace

@@ -24,7 +24,8 @@
 // `many` multiplies it with any number of tokens. `pack_from` is the number of tokens from which the second is faster,
 // as measured. `few` is nullptr where an entry has no such kernel, and takes units of 32 only.
 //
-// Nothing is read outside values[r][0..row_bytes), scales[r] and zero_points[r][0..units) and the tokens.
+// Nothing is read outside values[r][0..row_bytes), scales[r] and zero_points[r], which are readable up to a multiple of
+// kFactorPad units, and the tokens.
 #pragma once
 
 #include "kernels/types.h"
@@ -34,6 +35,7 @@ namespace hina {
 constexpr int kMaxQRows = 32;     // rows of a block for pack
 constexpr int kMaxFewRows = 128;  // and for few
 constexpr int kUnit = 32;
+constexpr int kFactorPad = 4;
 
 // The value codes of E2M1: twice the value, plus 12.
 #define HINA_MXFP4_CODES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0

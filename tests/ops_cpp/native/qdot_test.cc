@@ -60,8 +60,9 @@ class Rows {
       const int extreme = kExtremes[below(5)];
       for (int64_t i = 0; i < row_bytes_; ++i)
         row[i] = static_cast<char>(data == Data::kExtreme ? extreme : below(256));
-      auto* scales = reinterpret_cast<float*>(allocate(units * 4));
-      auto* zero_points = reinterpret_cast<float*>(allocate(units * 4));
+      const int64_t bytes = ceil_div(units, kFactorPad) * kFactorPad * 4;
+      auto* scales = reinterpret_cast<float*>(allocate(bytes));
+      auto* zero_points = reinterpret_cast<float*>(allocate(bytes));
       for (int64_t u = 0; u < units; ++u) {
         scales[u] = (data == Data::kLarge ? 1e24f : 0.01f) * normal();
         zero_points[u] = static_cast<float>(format == WeightFormat::kMxfp4 ? 12 : below(1 << bits_of(format)));
@@ -313,7 +314,8 @@ void test_negative_zero(const std::vector<QDotKernel>& kernels) {
   const float scale = std::numeric_limits<float>::denorm_min();
   const float zero_point = static_cast<float>(code_at(kernels[0].format, row, 0)) + 0.001f;
   const void* values = row;
-  const float *scales = &scale, *zero_points = &zero_point;
+  const float all_scales[kFactorPad] = {scale}, all_zero_points[kFactorPad] = {zero_point};
+  const float *scales = all_scales, *zero_points = all_zero_points;
   const QRows rows{&values, &scales, &zero_points, 1, 1, kUnit};
   for (const QDotKernel& kernel : kernels) {
     const auto token = quantise(kernel, {127.0f}, kUnit);
@@ -328,7 +330,7 @@ void test_negative_zero(const std::vector<QDotKernel>& kernels) {
 std::vector<float> read_codes(const QDotKernel& kernel, const void* token, int64_t k, int unit) {
   const bool is_int8 = kernel.format == WeightFormat::kInt8, is_mxfp4 = kernel.format == WeightFormat::kMxfp4;
   const uint8_t zero = is_int8 || is_mxfp4 ? 0 : 8;  // as it is stored; the next one is 1 in all formats
-  const float scale = 1.0f, zero_point = is_int8 ? 128.0f : is_mxfp4 ? 12.0f : 8.0f;
+  const float scale[kFactorPad] = {1.0f}, zero_point[kFactorPad] = {is_int8 ? 128.0f : is_mxfp4 ? 12.0f : 8.0f};
   const int bits = bits_of(kernel.format);
   const int64_t row_bytes = ceil_div(k * bits, 8);
   std::vector<std::vector<uint8_t>> rows(
@@ -340,7 +342,7 @@ std::vector<float> read_codes(const QDotKernel& kernel, const void* token, int64
     row[i * bits / 8] = static_cast<uint8_t>(row[i * bits / 8] + (bits == 4 && i % 2 == 1 ? 16 : 1));
     values.push_back(row);
   }
-  const std::vector<const float*> scales(values.size(), &scale), zero_points(values.size(), &zero_point);
+  const std::vector<const float*> scales(values.size(), scale), zero_points(values.size(), zero_point);
   return many(kernel, {values.data(), scales.data(), zero_points.data(), static_cast<int>(k), row_bytes, unit}, &token,
               1, k);
 }
