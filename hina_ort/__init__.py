@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from hina_ort.conversion import convert
     from hina_ort.runtime import cpu_info, get_library_path
     from hina_ort.session import register, session_options
+    from hina_ort.unfusing import unfuse
 
 __version__ = "0.1.0"
-__all__ = ["MoeSpec", "__version__", "convert", "cpu_info", "get_library_path", "register", "session_options"]
+__all__ = ["MoeSpec", "__version__", "convert", "cpu_info", "get_library_path", "register", "session_options", "unfuse"]
 
 # Names are imported on first use, so that `import hina_ort` costs nothing and needs no ONNX Runtime.
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "get_library_path": "hina_ort.runtime",
     "register": "hina_ort.session",
     "session_options": "hina_ort.session",
+    "unfuse": "hina_ort.unfusing",
 }
 
 

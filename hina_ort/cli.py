@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ import typer
 from hina_ort import __version__
 
 if TYPE_CHECKING:
-    from hina_ort.conversion import ConversionReport, Progress
+    from hina_ort.conversion import ConversionReport
+    from hina_ort.files import Progress
+    from hina_ort.unfusing import UnfusingReport
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -105,6 +108,32 @@ def convert(
 
 
 @app.command()
+def unfuse(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A converted model file, or a folder with its model.onnx.")
+    ],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The model file, or folder, to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST when it exists.")] = False,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Write SRC to DST with standard ONNX operators for its HinaMoE nodes, to be run without hina-ort, or looked at.
+
+    Exit codes: 0 all HinaMoE nodes were replaced; 3 SRC holds none, 2 wrong usage, 1 any other error.
+    """
+    from hina_ort.unfusing import unfuse as run
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        report = run(src, dst, overwrite=overwrite, progress=progress)
+    if as_json:
+        _print_json(report.to_dict())
+    elif not quiet:
+        _show_unfusing(report)
+    raise typer.Exit(0 if report.unfused else EXIT_NOTHING_TO_FUSE)
+
+
+@app.command()
 def inspect(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a folder with model.onnx.")],
     as_json: Json = False,
@@ -146,13 +175,28 @@ def _exit_code(report: ConversionReport) -> int:
     return 0 if report.fused or report.weights else EXIT_NOTHING_TO_FUSE
 
 
+def _show_unfusing(report: UnfusingReport) -> None:
+    from hina_ort.tables import size
+
+    if not report.written:
+        typer.echo(f"nothing was written: {report.source} holds no HinaMoE node")
+        return
+    for summary, count in Counter(block.spec.summary() for block in report.unfused).items():
+        typer.echo(f"unfused {count} x HinaMoE: {summary}")
+    typer.echo(f"{report.nodes_before} nodes before, {report.nodes_after} after")
+    for data in report.reads:
+        typer.echo(f"{report.written} still reads {size(data.bytes)} of {data.file}; keep it")
+    typer.echo(f"wrote {report.written}")
+
+
 @contextmanager
 def _clear_errors() -> Iterator[None]:
     """Turn errors that a person can act on into one sentence on stderr and an exit code."""
     from graph_passes.external_data import ModelFileError
     from graph_passes.quantize.rtn import WeightError
+    from graph_passes.unfuse import UnfuseError
     from hina_ort.comparison import CheckError
-    from hina_ort.conversion import UsageError
+    from hina_ort.files import UsageError
 
     try:
         yield
@@ -160,7 +204,7 @@ def _clear_errors() -> Iterator[None]:
         _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
     except UsageError as error:
         _fail(str(error), EXIT_USAGE)
-    except (ModelFileError, WeightError, CheckError) as error:
+    except (ModelFileError, WeightError, UnfuseError, CheckError) as error:
         _fail(str(error), EXIT_ERROR)
     except OSError as error:
         # Errors of the operating system carry a number and a file name; our own are sentences already.

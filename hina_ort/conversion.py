@@ -5,44 +5,31 @@ from __future__ import annotations
 import math
 import os
 import resource
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from graph_passes import external_data
-from graph_passes.external_data import ModelFileError
 from graph_passes.matchers.match import Miss
 from graph_passes.moe_node import is_hina_moe, spec_of
 from graph_passes.pipeline import FusedBlock, fuse_model
 from graph_passes.quantize.rewrite import convert_weights
-from graph_passes.staging import publish, restored_on_error, staging_folder
 from hina_ort.comparison import CheckError, Comparison, compare_models
+from hina_ort.files import (
+    DataFile,
+    Progress,
+    UsageError,
+    copy_side_files,
+    external_bytes,
+    resolve,
+    use_of_files,
+    writing,
+)
 from hina_ort.weight_options import weight_types
 from hina_ort.weights import LayerBytes, NodeWeights, weights_by_layer, without_effect
 
-MODEL_NAME = "model.onnx"
 RTOL = 1e-5
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total)."""
-
-
-class UsageError(ValueError):
-    """The arguments contradict each other; the message says how."""
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A data file of SRC, and the bytes of its tensors that DST reads."""
-
-    file: str
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -120,15 +107,6 @@ class ConversionReport:
         }
 
 
-@dataclass(frozen=True)
-class _Paths:
-    """Where to read and write: `destination` is the model file to write, `folder` the output folder to make, if any."""
-
-    source: Path
-    destination: Path
-    folder: Path | None
-
-
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -171,11 +149,11 @@ def convert(
         types = weight_types(weights, block, symmetric, shared_weights, accuracy_level)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    paths = _resolve(Path(src), Path(dst), overwrite)
+    paths = resolve(Path(src), Path(dst), overwrite)
 
     report_stage("reading", 0, 1)
     model = external_data.load(paths.source)
-    data_files = set(_external_bytes(model))
+    data_files = set(external_bytes(model))
     if paths.destination.resolve() in data_files:
         raise UsageError(f"{paths.destination} holds the weights of {paths.source}; name another DST")
     bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
@@ -210,13 +188,13 @@ def convert(
         peak_rss_bytes=0,
     )
     if (fusion.applied or changes) and not dry_run:
-        with _target(paths) as target:
+        with writing(paths) as target:
             external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
-            bytes_after, reads = _use_of_files(target)
+            bytes_after, reads = use_of_files(target)
             saved = [NodeWeights.of(change) for change in changes]  # errors are known now
             report = replace(report, written=str(dst), bytes_after=bytes_after, reads=reads, weights=saved)
             if paths.folder is not None:
-                _copy_side_files(paths.source, target.parent, data_files)
+                copy_side_files(paths.source, target.parent, data_files)
             if check:
                 report = replace(report, checks=compare_models(paths.source, target, check, report_stage))
                 _require_agreement(report, rtol)
@@ -225,81 +203,6 @@ def convert(
         seconds=time.perf_counter() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-
-
-def find_model(path: Path) -> Path:
-    """The model file that `path` names: itself, or model.onnx in a folder. ModelFileError when there is none."""
-    if path.is_dir():
-        model = path / MODEL_NAME
-        if not model.exists():
-            raise ModelFileError(f"the folder {path} holds no {MODEL_NAME}; name the model file itself")
-        return model
-    if not path.exists():
-        raise ModelFileError(f"{path} does not exist")
-    return path
-
-
-def _resolve(src: Path, dst: Path, overwrite: bool) -> _Paths:
-    source = find_model(src)
-    folder = dst if src.is_dir() else None
-    destination = dst / MODEL_NAME if folder else dst
-    for one, other in ((src, dst), (source, destination)):
-        if one.resolve() == other.resolve() or (other.exists() and one.samefile(other)):
-            raise UsageError(f"SRC and DST are the same, {dst}; name another DST")
-    if folder and (dst.is_file() or dst.suffix == ".onnx"):
-        raise UsageError(f"SRC {src} is a folder, so DST {dst} must be a folder too")
-    if not folder and dst.is_dir():
-        raise UsageError(f"SRC {src} is a file, so DST {dst} must be a file too; it is a folder")
-    for path in (dst,) if folder else (dst, external_data.data_path(dst)):
-        if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} exists already; pass --overwrite (overwrite=True) to replace it")
-    home = dst if dst.is_dir() else dst.absolute().parent
-    if not home.is_dir():
-        raise FileNotFoundError(f"the folder {home} for DST does not exist; make it first")
-    if not os.access(home, os.W_OK):
-        raise PermissionError(f"the folder {home} for DST cannot be written; choose another one")
-    return _Paths(source, destination, folder)
-
-
-@contextmanager
-def _target(paths: _Paths) -> Iterator[Path]:
-    """Yield the path to write the model to; an error in the body leaves what was there before.
-
-    An output folder is filled aside and appears when it is complete.
-    """
-    if paths.folder is None:
-        with restored_on_error(paths.destination, external_data.data_path(paths.destination)):
-            yield paths.destination
-        return
-    with staging_folder(paths.folder) as staged:
-        yield staged / MODEL_NAME
-        publish(staged, paths.folder, last=MODEL_NAME)
-
-
-def _copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:
-    """Copy the files beside `source` (tokenizer, configuration) into `folder`; models and their weights are not."""
-    for path in source.parent.iterdir():
-        if path.is_file() and ".onnx" not in path.name and path.resolve() not in data_files:
-            shutil.copyfile(path, folder / path.name)
-
-
-def _external_bytes(model: ir.Model) -> dict[Path, int]:
-    """The data files, links resolved, that initializers of `model` lie in, and the bytes that these take there."""
-    tensors = (v.const_value for graph in model.graphs() for v in graph.initializers.values())
-    places = {(Path(t.path).resolve(), t.offset, t.nbytes) for t in tensors if isinstance(t, ir.ExternalTensor)}
-    found: dict[Path, int] = {}
-    for path, _, count in places:
-        found[path] = found.get(path, 0) + count
-    return found
-
-
-def _use_of_files(written: Path) -> tuple[int, list[DataFile]]:
-    """Bytes of a model just written, and what it reads of the data files of its source; that counts too."""
-    own = external_data.data_path(written).resolve()
-    sizes = _external_bytes(external_data.load(written))
-    reads = [DataFile(str(path), count) for path, count in sorted(sizes.items()) if path != own]
-    files = [written, own] if own in sizes else [written]
-    return sum(path.stat().st_size for path in files) + sum(file.bytes for file in reads), reads
 
 
 def _require_agreement(report: ConversionReport, rtol: float) -> None:

@@ -14,7 +14,7 @@ from graph_passes.matchers.match import Miss, MoeMatch
 from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.pipeline import find_blocks
-from hina_ort.conversion import find_model
+from hina_ort.files import find_model
 
 
 @dataclass(frozen=True)

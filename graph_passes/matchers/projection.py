@@ -39,7 +39,7 @@ def projection(value: ir.Value, behind: Callable[[ir.Value], ir.Value] = strip) 
     addition = produced_by(value, "Add", through_views=False)
     if addition is not None:
         for index in (0, 1):
-            bias = weight(operand(addition, index))
+            bias = stored_weight(operand(addition, index))
             if bias is not None:
                 value = behind(operand(addition, 1 - index))
                 break
@@ -58,7 +58,7 @@ def projection(value: ir.Value, behind: Callable[[ir.Value], ir.Value] = strip) 
     if not attributes.get_int("transB", 0):
         source = replace(source, transpose=not source.transpose)
     own = node.inputs[2] if len(node.inputs) > 2 else None
-    if own is not None and (bias is not None or (bias := weight(own)) is None):
+    if own is not None and (bias is not None or (bias := stored_weight(own)) is None):
         raise NoMatch(node, "the bias of a projection is computed by the graph or added twice")
     return Projection(node, operand(node, 0), source, bias)
 

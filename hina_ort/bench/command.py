@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hina_ort.bench.options import LayerOptions, parse_peers, parse_shape, parse_tokens
-from hina_ort.conversion import UsageError
 from hina_ort.doctor import usable_cpus
+from hina_ort.files import UsageError
 
 
 def run_layer(

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from graph_passes.quantize.formats import BLOCKS, WeightFormat
-from hina_ort.conversion import UsageError
 from hina_ort.doctor import usable_cpus
+from hina_ort.files import UsageError
 
 WEIGHTS = ("f32", "f16", "bf16", "int8", "int4", "mxfp4")
 ACTIVATIONS = ("f32", "f16", "bf16")

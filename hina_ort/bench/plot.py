@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hina_ort.bench import show
-from hina_ort.conversion import UsageError
+from hina_ort.files import UsageError
 
 _COLOURS = {"hina": "#c2410c", "ort": "#1d4ed8", "torch": "#7c3aed", "vllm": "#047857"}
 

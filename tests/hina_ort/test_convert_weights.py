@@ -24,7 +24,8 @@ from graph_passes.reference import values_of
 from hina_ort import conversion
 from hina_ort.cli import app
 from hina_ort.comparison import CheckError, Comparison
-from hina_ort.conversion import ConversionReport, UsageError
+from hina_ort.conversion import ConversionReport
+from hina_ort.files import UsageError
 from tests import node as harness
 from tests.hina_ort import tiny
 
