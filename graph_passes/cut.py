@@ -5,12 +5,16 @@ are read where they are mapped; only what the block itself makes of them is copi
 say). Values outside the block of which only the shape is read (sequence lengths taken from the token ids, say) become
 inputs too, and are fed with zeros of a fitting shape. ONNX Runtime has few bfloat16 kernels on CPU, so a block in
 bfloat16 runs in float32; its weights are widened where they are used.
+
+Quantised weights are inputs whatever their size: com.microsoft::QMoE rounds its activations to int8 only where it could
+pack constant weights, so what runs here is what the block means, and no bound has to allow for a kernel's rounding.
+A block with a MoE node that has no CPU kernel is evaluated in numpy instead, see `contrib_moe`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir import serde
 
+from graph_passes import contrib_moe
 from graph_passes.external_data import EXTERNAL_BYTES
 from graph_passes.matchers.match import MoeMatch
+from graph_passes.moe_spec import split_field
 
 BATCH = 3
 """A run whose number of tokens is a multiple of this is a batch of so many sequences."""
@@ -50,8 +56,8 @@ class Cut:
         sources = [match.hidden_states, *match.inputs.values()]
         nodes, self._shape_only = _collect(match.output, sources)
         used = {v: None for node in nodes for v in _read_by(node) if v.const_value is not None and v.is_initializer()}
-        routing = {source.value for source in match.constants.values()}
-        self._weights = [v for v in used if v in routing or _is_large(v)]
+        fed = {source.value for source in match.constants.values()} | _quantised(match)
+        self._weights = [v for v in used if v in fed or _is_large(v)]
         inputs = [*sources, *self._shape_only, *self._weights]
         view = ir.GraphView(
             inputs,
@@ -74,7 +80,9 @@ class Cut:
         for clone in graph.inputs:
             if clone.dtype == ir.DataType.BFLOAT16:
                 _widen_uses(clone)
-        self._session = _session(ir.Model(graph, ir_version=min(model.ir_version, 10)))
+        block = ir.Model(graph, ir_version=min(model.ir_version, 10))
+        runs = all(contrib_moe.runs_on_cpu(node) for node in nodes if contrib_moe.is_contrib_moe(node))
+        self._compute = _onnx_runtime(_session(block)) if runs else contrib_moe.evaluator(block)
 
     def run(self, feeds: Feeds, tokens: int) -> npt.NDArray[Any]:
         """Run on `feeds` (one row per token) and return the block's output, shaped as hidden_states.
@@ -99,8 +107,7 @@ class Cut:
             assert value.const_value is not None
             named[self._names[value]] = feeds[value] if value in feeds else value.const_value.numpy()
         try:
-            (result,) = self._session.run_with_ort_values(["out"], {name: to_ort(a) for name, a in named.items()})
-            output: npt.NDArray[Any] = result.numpy()
+            output = self._compute(named)
         except Exception as error:  # ONNX Runtime has no base class for its errors
             raise CutError(_first_line(error)) from error
         expected = named[self._names[hidden]].shape
@@ -179,6 +186,12 @@ def _cast_of(value: ir.Value) -> ir.Node:
 
 def _weight_dtype(match: MoeMatch) -> ir.DataType:
     return next(sources[0].dtype for sources in match.weights.values())
+
+
+def _quantised(match: MoeMatch) -> set[ir.Value]:
+    """The initializers of quantised projections: codes, scales and zero points."""
+    formats = match.spec.formats
+    return {s.value for name, sources in match.weights.items() if split_field(name)[0] in formats for s in sources}
 
 
 def _is_large(value: ir.Value) -> bool:
@@ -312,6 +325,9 @@ def _leading_shape(shape: ir.Shape | None, tokens: int) -> tuple[int, ...]:
     axes = 2 if shape is None else len(shape) - 1
     if axes <= 1:
         return (tokens,)
+    last = None if shape is None or isinstance(shape[0], int) else shape[axes - 1]
+    if isinstance(last, int) and last > 0 and tokens % last == 0:  # as one token for each sequence, in a decoder's step
+        return (tokens // last, *([1] * (axes - 2)), last)
     batch = BATCH if tokens % BATCH == 0 else 1
     if shape is not None and isinstance(shape[0], int) and shape[0] > 0:
         batch = shape[0] if tokens % shape[0] == 0 else 1
@@ -348,6 +364,15 @@ def _session(model: ir.Model) -> ort.InferenceSession:
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no base class for its errors
         raise CutError(f"ONNX Runtime does not load it: {_first_line(error)}") from error
+
+
+def _onnx_runtime(session: ort.InferenceSession) -> Callable[[Mapping[str, npt.NDArray[Any]]], npt.NDArray[Any]]:
+    def compute(inputs: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        (result,) = session.run_with_ort_values(["out"], {name: to_ort(a) for name, a in inputs.items()})
+        output: npt.NDArray[Any] = result.numpy()
+        return output
+
+    return compute
 
 
 def _first_line(error: Exception) -> str:

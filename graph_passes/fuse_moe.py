@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from graph_passes.external_data import release
 from graph_passes.matchers.match import MoeMatch, WeightSource
+from graph_passes.moe_spec import MoeSpec, split_field
 from graph_passes.op_schema import DOMAIN, FLOAT_TYPES, INPUTS, OP_TYPE, OPSET_VERSION
 
 
@@ -45,7 +46,7 @@ def check(match: MoeMatch) -> None:
         elif len(sources) != spec.num_experts:
             raise ValueError(f"{name} has {len(sources)} tensors for {spec.num_experts} experts")
         for source in sources:
-            _check_source(name, source, shape, FLOAT_TYPES)
+            _check_source(name, source, shape, _types(spec, name))
             if source.dtype != sources[0].dtype and _is_stacked(match):
                 raise ValueError(
                     f"the experts' {name} have types {sources[0].dtype} and {source.dtype}; use one for all"
@@ -57,15 +58,28 @@ def _is_stacked(match: MoeMatch) -> bool:
 
     def lie_per_expert(name: str) -> bool:
         sources, shape = match.weights[name], match.spec.field_shape(name)
-        return len(sources) == match.spec.num_experts and all(_lies(source, shape, match) for source in sources)
+        return len(sources) == match.spec.num_experts and all(_lies(name, source, shape, match) for source in sources)
 
     return not all(lie_per_expert(name) for name in match.spec.weight_inputs)
 
 
-def _lies(source: WeightSource, shape: tuple[int, ...], match: MoeMatch) -> bool:
-    """Whether the op can read the initializer as it is."""
-    value = source.value
-    return source.in_place and source.shape == shape and value.is_initializer() and value.graph is match.output.graph
+def _lies(name: str, source: WeightSource, shape: tuple[int, ...], match: MoeMatch) -> bool:
+    """Whether the op can read the initializer as it is; scales and zero points may lie flat."""
+    value, shapes = source.value, [shape]
+    if split_field(name)[1]:
+        shapes.append((*shape[:-2], math.prod(shape[-2:])))
+    return source.in_place and source.shape in shapes and value.is_initializer() and value.graph is match.output.graph
+
+
+def _types(spec: MoeSpec, name: str) -> tuple[str, ...]:
+    """Element types that a weight field may have."""
+    projection, part = split_field(name)
+    form = spec.formats.get(projection)
+    if form is None or (part == "_scales" and form.name != "mxfp4"):
+        return FLOAT_TYPES
+    if form.name == "int8":
+        return ("uint8", "int8")
+    return ("uint8", *FLOAT_TYPES) if part == "_zero_points" else ("uint8",)
 
 
 def _check_source(name: str, source: WeightSource, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
@@ -200,7 +214,7 @@ class _Builder:
 
     def _constant(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
         """The initializer itself when it can be read where it lies, else a new one of `shape`."""
-        if _lies(source, shape, self.match):
+        if _lies(name, source, shape, self.match):
             return source.value
         lazy = ir.LazyTensor(
             lambda: ir.Tensor(_read(source, shape), dtype=source.dtype),

@@ -41,7 +41,8 @@ def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
 
     `rtol` bounds the relative L2 norm of the error at each token count; for a block in float16 it is
     `accuracy.float16_bound` where that is more. A block in bfloat16 is run in float32, see `cut`. Whatever goes wrong
-    is a result with a reason, never an exception.
+    is a result with a reason, never an exception. No bound allows for a kernel that rounds the activations of quantised
+    weights: the block runs without it, see `cut`.
 
     A constant that no ordinary input shows is not proven but taken from the graph as it stands there: an epsilon or a
     floor under the sum of the mixing weights that is small beside every sum, and a limit that no activation reaches.

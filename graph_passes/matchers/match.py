@@ -74,7 +74,8 @@ class MoeMatch:
 
     `inputs` maps op inputs that stay graph values (router_logits, topk_ids, topk_weights) to those values,
     `constants` maps router_weight `[E, H]`, router_bias `[E]` and e_score_correction_bias `[E]` to initializers.
-    `weights` maps each field of `spec.weight_inputs` to one source (stacked or shared) or to E sources.
+    `weights` maps each field of `spec.weight_inputs` to one source (stacked or shared) or to E sources; those
+    of a quantised projection have any shape that the op takes.
     `output` has the shape and type of `hidden_states`.
     """
 

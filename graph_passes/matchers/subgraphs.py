@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graph_passes.matchers import batched_mm, unrolled_loop
+from graph_passes.matchers import batched_mm, dense_experts, grouped_mm, moe_op, unrolled_loop
 from graph_passes.matchers.match import Miss
 from graph_passes.matchers.places import node_name
 
@@ -18,7 +18,9 @@ def subgraph_misses(model: ir.Model) -> list[Miss]:
         where = f"{attribute} of {owner.op_type} {node_name(owner)}"
         loops = [masks[0].node for masks in unrolled_loop.find_places(graph).values()]
         products = [products[0].node for products in batched_mm.find_places(graph).values()]
-        for place in loops + products:
+        dense = [products[-1].node for products in dense_experts.find_places(graph).values()]
+        grouped = [place[-1] for place in grouped_mm.find_places(graph)]
+        for place in loops + products + dense + grouped + moe_op.find_places(graph):
             misses.append(
                 Miss(
                     node_name(place),

@@ -19,6 +19,9 @@ def normalize(model: ir.Model) -> None:
     and Casts to the same type disappear, small constant expressions are computed, equal nodes are merged and unused
     ones dropped.
     """
+    if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
+        # transformers leaves it out: ONNX Runtime does not mind, shape inference fails on the whole model.
+        model.opset_imports.setdefault("com.microsoft", 1)
     passes: list[ir.passes.InPlacePass] = []
     if model.functions:
         passes.append(common.InlinePass())

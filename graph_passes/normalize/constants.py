@@ -57,6 +57,8 @@ class FoldSmallConstants(ir.passes.InPlacePass):
 def _constant_inputs(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | None:
     if node.op_type == "Shape":
         return _static_shape(node)
+    if node.op_type == "Gather" and (known := _known_axes(node)) is not None:
+        return known
     if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) not in _DTYPES:
         return None
     arrays: list[npt.NDArray[np.generic] | None] = []
@@ -100,6 +102,20 @@ def _static_shape(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | None:
     if shape is None or not shape.is_static():
         return None
     return [np.broadcast_to(np.zeros((), np.float32), shape.numpy())]
+
+
+def _known_axes(node: ir.Node) -> list[npt.NDArray[np.generic] | None] | None:
+    """For Gather(Shape(x), axes) whose `axes` of x are known: a stand-in for the shape, and the axes."""
+    shape, picked = node.inputs[0].producer() if node.inputs[0] else None, node.inputs[1]
+    if shape is None or shape.op_type != "Shape" or shape.attributes or shape.inputs[0] is None:
+        return None
+    if shape.inputs[0].shape is None or picked is None or picked.const_value is None or picked.is_graph_input():
+        return None
+    sizes = [d if isinstance(d, int) else -1 for d in shape.inputs[0].shape]
+    axes = picked.const_value.numpy()
+    if any(not -len(sizes) <= a < len(sizes) or sizes[a] < 0 for a in axes.ravel()):
+        return None
+    return [np.array(sizes, np.int64), axes]
 
 
 def _evaluate(node: ir.Node, inputs: list[npt.NDArray[np.generic] | None], opset: int) -> npt.NDArray[np.generic]:
