@@ -61,7 +61,7 @@ class Nodes:
         unique = self._names.unique(f"{self._path}/{name or op_type}")
         node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(given), num_outputs=count, name=unique)
         for index, value in enumerate(node.outputs):
-            value.name = unique if count == 1 else f"{unique}.{index}"
+            value.name = unique if count == 1 else self._names.unique(f"{unique}.{index}")
         if op_type in _KEEP_TYPE:
             node.outputs[0].type = inputs[0].type
         self.nodes.append(node)

@@ -57,8 +57,8 @@ class UnfusedBlock:
 def unfuse_model(model: ir.Model) -> list[UnfusedBlock]:
     """Replace every HinaMoE node of `model`, in place, by standard operators; say what they were.
 
-    Raises UnfuseError, with the model as it was, for a node that is not valid and for a model whose opset is below
-    `MIN_OPSET`.
+    Raises UnfuseError, with every HinaMoE node as it was (functions that hold one are inlined by then), for a node that
+    is not valid and for a model whose opset is below `MIN_OPSET`.
     """
     if any(is_hina_moe(node) for function in model.functions.values() for node in function.all_nodes()):
         common.InlinePass()(model)

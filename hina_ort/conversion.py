@@ -22,6 +22,7 @@ from hina_ort.files import (
     UsageError,
     copy_side_files,
     external_bytes,
+    refuse_weights_as_target,
     resolve,
     use_of_files,
     writing,
@@ -154,8 +155,7 @@ def convert(
     report_stage("reading", 0, 1)
     model = external_data.load(paths.source)
     data_files = set(external_bytes(model))
-    if paths.destination.resolve() in data_files:
-        raise UsageError(f"{paths.destination} holds the weights of {paths.source}; name another DST")
+    refuse_weights_as_target(paths, data_files)
     bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
     already_fused = sum(is_hina_moe(node) for node in model.graph.all_nodes())
     report_stage("reading", 1, 1)

@@ -77,6 +77,13 @@ def resolve(src: Path, dst: Path, overwrite: bool) -> Paths:
     return Paths(source, destination, folder)
 
 
+def refuse_weights_as_target(paths: Paths, data_files: set[Path]) -> None:
+    """Raise UsageError when writing DST would overwrite a data file of SRC, also one that a link leads to."""
+    for path in (paths.destination, external_data.data_path(paths.destination)):
+        if path.resolve() in data_files:
+            raise UsageError(f"{path} holds the weights of {paths.source}; name another DST")
+
+
 @contextmanager
 def writing(paths: Paths) -> Iterator[Path]:
     """Yield the path to write the model to; an error in the body leaves what was there before.

@@ -113,7 +113,7 @@ def _match(node: ir.Node) -> MoeMatch:
         weight_formats=tuple(f"{field}={form}" for field in layout.names.values()) if form else (),
         accuracy_level=node.attributes.get_int("accuracy_level", 0) if form else 0,
         tie_break="highest",
-        nonfinite_router="zero",
+        nonfinite_router="zero" if runs_on_cpu(node) else "propagate",
         **layout.fields,
         **routing.fields,
     )
@@ -176,11 +176,14 @@ def _layout(node: ir.Node) -> _Layout:
                 node,
                 f"swiglu_fusion is {fusion} {'with' if has_fc3 else 'without'} FC3, expected 0 with it, 1 or 2 without",
             )
+        limit = _float(node, "swiglu_limit", float("inf"))
+        if not limit >= 0.0:
+            raise NoMatch(node, f"swiglu_limit is {limit:g}, expected 0 or more")
         fields = {
             "activation": "silu",
             "activation_alpha": _float(node, "activation_alpha", 1.0),
             "activation_beta": _float(node, "activation_beta", 0.0),
-            "activation_limit": _float(node, "swiglu_limit", float("inf")),
+            "activation_limit": limit,
         }
         if has_fc3:
             return _Layout(gated, fields)

@@ -171,8 +171,11 @@ MOE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_sparse_mixer is ignored": ({**SWIGLU, "use_sparse_mixer": 1}, {"score_func": "softmax"}),
     "one expert": ({**SWIGLU, "k": 1}, {"top_k": 1}),
     "all experts": ({**SWIGLU, "k": E}, {"top_k": E}),
-    "swiglu in halves": (HALVES, {"weight_inputs": GATED, "gate_up_interleaved": False}),
-    "swiglu in halves of gpt-oss": ({**HALVES, **ALPHA}, OAI),
+    "swiglu in halves": (
+        HALVES,
+        {"weight_inputs": GATED, "gate_up_interleaved": False, "nonfinite_router": "propagate"},
+    ),
+    "swiglu in halves of gpt-oss": ({**HALVES, **ALPHA}, {**OAI, "nonfinite_router": "propagate"}),
 }
 
 
@@ -497,6 +500,7 @@ def test_the_probe_sees_that_zero_points_are_left_out(bits: int) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "unknown activation": ("MoE", {"activation_type": "geglu", "swiglu_fusion": 1}, {}, "activation_type is geglu"),
     "unknown attribute": ("MoE", {**SWIGLU, "new_meaning": 1}, {}, "attribute new_meaning of MoE is 1"),
+    "negative limit": ("MoE", {**SWIGLU, "swiglu_limit": -0.5}, {}, "swiglu_limit is -0.5, expected 0 or more"),
     "limit after activation": ("MoE", {**SWIGLU, "swiglu_limit_after_activation": 1}, {}, "limit_after_activation"),
     "swiglu without FC3": ("MoE", SEPARATE, {}, "swiglu_fusion is 0 without FC3"),
     "interleaved with FC3": ("MoE", SWIGLU, {"fc3": True}, "swiglu_fusion is 1 with FC3"),

@@ -295,6 +295,19 @@ def test_a_type_that_the_graph_does_not_say() -> None:
     harness.assert_right(node, feeds, outputs)
 
 
+@pytest.mark.parametrize("taken", ["moe/TopK.0", "moe/TopK.1", "moe/TopK"])
+def test_names_that_the_model_has_are_not_made_again(taken: str) -> None:
+    rng = np.random.default_rng(10)
+    node = random_node(make_spec(), rng)
+    model = model_of(node)
+    model.graph.node[0].name = "moe/HinaMoE"
+    model.graph.node[0].input[0] = taken
+    model.graph.node.insert(0, helper.make_node("Neg", ["hidden_states"], [taken]))
+    feeds = random_feeds(node, rng, (4,))
+    outputs = harness.run(plain_session(unfused(model)), {**feeds, "hidden_states": -feeds["hidden_states"]})
+    harness.assert_right(node, feeds, outputs)
+
+
 def test_a_node_in_a_function() -> None:
     rng = np.random.default_rng(9)
     node = random_node(make_spec(num_experts=2), rng)

@@ -136,6 +136,18 @@ def test_the_weights_of_the_source_are_no_target(exported: Path) -> None:
     assert data.read_bytes() == content
 
 
+def test_the_weights_of_the_source_are_no_target_behind_a_link(exported: Path, tmp_path: Path) -> None:
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+    data, real = exported / "model.onnx_data", home / "fused.onnx.data"
+    data.rename(real)
+    data.symlink_to(real)
+    content = real.read_bytes()
+    code, message = invoke("convert", exported / "model.onnx", home / "fused.onnx", "--overwrite")
+    assert code == 2 and "holds the weights" in message
+    assert real.read_bytes() == content
+
+
 def test_source_and_target_are_of_one_kind(model: Path, exported: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert invoke("convert", model, tmp_path / "folder", "--overwrite")[0] == 2
