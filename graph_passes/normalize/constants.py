@@ -40,7 +40,10 @@ class FoldSmallConstants(ir.passes.InPlacePass):
             inputs = _constant_inputs(node)
             if inputs is None or not _is_small(node, [a for a in inputs if a is not None]):
                 continue
-            array = _evaluate(node, inputs, model.opset_imports.get("", 18))
+            try:
+                array = _evaluate(node, inputs, model.opset_imports.get("", 18))
+            except Exception:  # of any kind, when the node is not valid: who runs the model will say so
+                continue
             folded = ir.Value(
                 name=result.name,
                 shape=ir.Shape(array.shape),

@@ -86,6 +86,12 @@ def test_small_constants_are_not_made_large(body: str, kept: list[str]) -> None:
     assert operators(normalised(body, "int64[A, B] y")) == kept
 
 
+def test_an_invalid_node_is_left_for_the_runtime_to_name() -> None:
+    model = parse("(float[T, 8] x) => (float[T, N] y) { r = Concat<axis = 1>(one, two) y = Reshape(x, r) }", CONSTANTS)
+    normalize(model)
+    assert operators(model) == ["Concat", "Reshape"]
+
+
 def test_outputs_keep_their_names() -> None:
     model = normalised("a = Relu(x) y = Identity(a) z = Relu(x)", "float[T, 8] y, float[T, 8] z")
     assert [output.name for output in model.graph.outputs] == ["y", "z"]
