@@ -19,9 +19,10 @@ from functools import partial
 import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp, router
+from graph_passes.matchers.assembly import assemble
 from graph_passes.matchers.ends import check_routing, ends
 from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
-from graph_passes.matchers.places import block_name, judge
+from graph_passes.matchers.places import judge
 from graph_passes.matchers.views import (
     NoMatch,
     constant,
@@ -42,7 +43,6 @@ from graph_passes.matchers.views import (
     swaps_last_two,
     weight,
 )
-from graph_passes.moe_spec import MoeSpec
 
 FAMILY = "batched_mm"
 
@@ -159,28 +159,15 @@ def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine
             biases[name + "_bias"] = (projection.bias,)
     routing = router.recognise(combine.mixing, ids, tokens, combine.top_k)
     # One row for each token: the router, checked next, gives every row of tokens k ids, which are summed again.
-    hidden_states, output = ends(tokens, combine.output, hidden_size, same_rows=True)
+    block_ends = ends(tokens, combine.output, hidden_size, same_rows=True)
     check_routing(routing, tokens, experts, hidden_size)
-    spec = MoeSpec(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_experts=experts,
-        top_k=combine.top_k,
-        weight_inputs=(*weights, *biases),
-        **mlp.layout_fields,
-        **mlp.fields,
-        **routing.fields,
-    )
-    return MoeMatch(
-        block_name(combine.node, routing.constants.get("router_weight")),
-        FAMILY,
-        spec,
-        hidden_states,
-        output,
-        routing.inputs,
-        routing.constants,
-        {**weights, **biases},
-    )
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": experts,
+        "top_k": combine.top_k,
+    }
+    return assemble(FAMILY, combine.node, sizes, mlp, routing, block_ends, weights, biases)
 
 
 def _check_shape(projection: Projection, name: str, source: WeightSource, expected: tuple[int, ...]) -> None:

@@ -19,9 +19,10 @@ from functools import partial
 import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp, router
+from graph_passes.matchers.assembly import assemble
 from graph_passes.matchers.ends import check_routing, ends
 from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
-from graph_passes.matchers.places import block_name, judge
+from graph_passes.matchers.places import judge
 from graph_passes.matchers.projection import stored_weight
 from graph_passes.matchers.router import Router
 from graph_passes.matchers.sorted_rows import Sorting, check_ends, check_inverse, sorting_by, taken_rows
@@ -44,7 +45,6 @@ from graph_passes.matchers.views import (
     swaps_last_two,
     weight,
 )
-from graph_passes.moe_spec import MoeSpec
 
 FAMILY = "grouped_mm"
 
@@ -333,29 +333,16 @@ def _assemble(sorting: Sorting, tokens: ir.Value, inputs: list[Grouped], combine
             biases[name + "_bias"] = (product.bias,)
     routing = router.recognise(combine.mixing, sorting.ids, tokens, combine.top_k)
     # One row for each token: the router, checked next, gives every row of tokens k ids, which are summed again.
-    hidden_states, output = ends(tokens, combine.output, hidden_size, same_rows=True)
+    block_ends = ends(tokens, combine.output, hidden_size, same_rows=True)
     check_routing(routing, tokens, experts, hidden_size)
     _check_largest_id(routing, sorting.ids, experts)
-    spec = MoeSpec(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_experts=experts,
-        top_k=combine.top_k,
-        weight_inputs=(*weights, *biases),
-        **mlp.layout_fields,
-        **mlp.fields,
-        **routing.fields,
-    )
-    return MoeMatch(
-        block_name(combine.node, routing.constants.get("router_weight")),
-        FAMILY,
-        spec,
-        hidden_states,
-        output,
-        routing.inputs,
-        routing.constants,
-        {**weights, **biases},
-    )
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": experts,
+        "top_k": combine.top_k,
+    }
+    return assemble(FAMILY, combine.node, sizes, mlp, routing, block_ends, weights, biases)
 
 
 def _check_shape(product: Grouped, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
