@@ -283,7 +283,7 @@ class Layer {
     const bool is_shared = task >= routed_groups_ * routed_.fc1_tasks;
     const Kind& kind = is_shared ? shared_ : routed_;
     const int64_t part = is_shared ? task - routed_groups_ * routed_.fc1_tasks : task % routed_.fc1_tasks;
-    const int64_t group = is_shared ? p_.num_experts : w_.order[task / routed_.fc1_tasks];
+    const int64_t group = group_of(task);
     const Expert& expert = expert_of(group);
     const int64_t first = part * kind.task_rows, last = std::min(first + kind.task_rows, kind.size);
     const int64_t step = fc1_step(group, expert, kind);
@@ -291,15 +291,16 @@ class Layer {
       end = std::min(row + step, last);
       RowBlock next = fc1_blocks(expert, end, std::min(end + step, kind.size)).parts[0];
       if (end == kind.size)
-        next = task + 1 < fc1_tasks_ && !is_shared ? fc1_blocks(first_of(task + 1), 0, step).parts[0] : RowBlock{};
+        next = task + 1 < fc1_tasks_ && !is_shared ? fc1_blocks(expert_of(group_of(task + 1)), 0, step).parts[0]
+                                                   : RowBlock{};
       fc1_rows_of(group, expert, kind, row, end, next, worker);
     }
     w_.fc1_left[group].arrive();
   }
 
-  // The expert of a task of FC1.
-  const Expert& first_of(int64_t task) const {
-    return task < routed_groups_ * routed_.fc1_tasks ? p_.experts[w_.order[task / routed_.fc1_tasks]] : p_.shared;
+  // The group of a task of FC1.
+  int64_t group_of(int64_t task) const {
+    return task < routed_groups_ * routed_.fc1_tasks ? w_.order[task / routed_.fc1_tasks] : p_.num_experts;
   }
 
   void fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last,

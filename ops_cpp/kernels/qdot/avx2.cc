@@ -11,8 +11,8 @@
 //
 // Measured 2026-11-29, one thread of an Emerald Rapids VM, 32 rows, k = 2048. `many` with 16 tokens or more has 78 % of
 // the peak of two maddubs and a madd for int4 (172 GOP/s), 75 % for mxfp4, 88 % of that of madd and add for 8 bits (105
-// GOP/s). `few` with one token takes nibbles from the L2 cache at 20 GB/s, and bytes at 27. `pack` takes 100 ns a row,
-// 190 of bytes.
+// GOP/s). Layers of one token whose rows lie in the L2 cache take nibbles and their scales at
+// 15 GB/s, bytes at 20. `pack` takes 100 ns a row, 190 of bytes.
 #include "kernels/qdot/ahead.h"
 #include "kernels/qdot/avx2_rows.h"
 #include "kernels/qdot/avx2_token.h"

@@ -20,7 +20,6 @@ namespace {
 using Format = WeightFormat;
 
 constexpr int kPad = 4;  // units that are transposed at a time: tokens and panels are padded to them
-constexpr int kPage = 4096;
 
 template <Format format>
 constexpr bool kNibbles = format == Format::kInt4 || format == Format::kMxfp4;
