@@ -275,6 +275,45 @@ void time_activations(const std::function<bool(const char*, Isa)>& wanted) {
   }
 }
 
+// --- routers: nanoseconds of a token, portable ones too ---
+
+// Of n experts the k best by softmax. Many rows, so that branches cannot be learnt.
+void time_routes(const std::string& filter) {
+  constexpr int64_t kExperts[] = {8, 32, 64, 128, 256, 512}, kChosen[] = {2, 6, 8, 12, 22}, kTokens = 512;
+  const auto per_token = [&](const std::function<void(int64_t token)>& run) {
+    const auto all = [&] {
+      for (int64_t t = 0; t < kTokens; ++t) run(t);
+    };
+    return time_of(all) / kTokens * 1e9;
+  };
+  for (const RouteKernel& kernel : route_kernels()) {
+    if (kernel.isa > cpu_features().newest || std::string(kernel.name).find(filter) == std::string::npos) continue;
+    for (const int64_t n : kExperts) {
+      std::mt19937 random(static_cast<unsigned>(n));
+      std::normal_distribution<float> normal;
+      std::vector<float> logits(static_cast<size_t>(kTokens * n)), scores(logits.size());
+      for (float& logit : logits) logit = normal(random);
+      const auto softmax = [&](int64_t t) { kernel.softmax(&logits[t * n], &scores[t * n], n); };
+      const auto sigmoid = [&](int64_t t) { kernel.sigmoid(&logits[t * n], &scores[t * n], n); };
+      const double sigmoid_ns = per_token(sigmoid), softmax_ns = per_token(softmax);  // in this order: top_k reads it
+      std::printf("%-15s n=%-3ld sigmoid %5.0f softmax %5.0f top_k", kernel.name, static_cast<long>(n), sigmoid_ns,
+                  softmax_ns);
+      for (const int64_t k : kChosen) {
+        if (k > n) continue;
+        int32_t ids[512], want[512];
+        const auto top_k = [&](int64_t t) { kernel.top_k(&scores[t * n], n, k, false, ids); };
+        for (int64_t t = 0; t < kTokens; ++t) {
+          top_k(t);
+          kRoutePortable[0].top_k(&scores[t * n], n, k, false, want);
+          REQUIRE(std::equal(ids, ids + k, want), "%s chooses other experts than portable", kernel.name);
+        }
+        std::printf(" %2ld: %4.0f", static_cast<long>(k), per_token(top_k));
+      }
+      std::printf("\n");
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -294,4 +333,6 @@ int main(int argc, char** argv) {
   std::printf("elementwise: billions of values per second\n");
   time_conversions(wanted);
   time_activations(wanted);
+  std::printf("router, by k: nanoseconds of a token\n");
+  time_routes(filter);
 }

@@ -37,6 +37,8 @@ std::vector<ActivationKernel> activation_kernels() {
   return join(kActivationPortable HINA_X86(kActivationAvx2, kActivationAvx512));
 }
 
+std::vector<RouteKernel> route_kernels() { return join(kRoutePortable HINA_X86(kRouteAvx2, kRouteAvx512)); }
+
 KernelSet select_kernels(Isa isa) {
   KernelSet set{};
   for (const DotKernel& kernel : dot_kernels()) {
@@ -57,6 +59,8 @@ KernelSet select_kernels(Isa isa) {
   }
   for (const ActivationKernel& kernel : activation_kernels())
     if (kernel.isa <= isa) set.activation[static_cast<int>(kernel.activation)] = kernel.fn;
+  for (const RouteKernel& kernel : route_kernels())
+    if (kernel.isa <= isa) set.route = kernel;
   return set;
 }
 

@@ -16,6 +16,7 @@ struct KernelSet {
   WidenFn widen[kDataTypeCount];
   NarrowFn narrow[kDataTypeCount];
   ActivationFn activation[kActivationCount];
+  RouteKernel route;
 };
 
 // All entries of one family, portable first.
@@ -24,6 +25,7 @@ std::vector<QDotKernel> qdot_kernels();
 std::vector<DequantiseKernel> dequantise_kernels();
 std::vector<ConvertKernel> convert_kernels();
 std::vector<ActivationKernel> activation_kernels();
+std::vector<RouteKernel> route_kernels();
 
 KernelSet select_kernels(Isa isa);
 

@@ -7,6 +7,7 @@
 #include "kernels/dequantise/dequantise.h"
 #include "kernels/dot/dot.h"
 #include "kernels/qdot/qdot.h"
+#include "kernels/route/route.h"
 
 namespace hina {
 
@@ -33,5 +34,9 @@ extern const ConvertKernel kConvertAvx512[kDataTypeCount];
 extern const ActivationKernel kActivationPortable[kActivationCount];
 extern const ActivationKernel kActivationAvx2[kVectorActivations];
 extern const ActivationKernel kActivationAvx512[kVectorActivations];
+
+extern const RouteKernel kRoutePortable[1];
+extern const RouteKernel kRouteAvx2[1];
+extern const RouteKernel kRouteAvx512[1];
 
 }  // namespace hina

@@ -157,8 +157,8 @@ class Layer {
       for (int64_t e = 0; e < experts; ++e) logits[e] += p_.router.bias[e];
     }
     const int64_t at = static_cast<int64_t>(worker) * experts;
-    route_token(p_.router, experts, k, logits, {w_.scores + 3 * at, w_.group_ids + at}, w_.ids + token * k,
-                w_.weights + token * k);
+    route_token(kernels_.route, p_.router, experts, k, logits, {w_.scores + 3 * at, w_.group_ids + at},
+                w_.ids + token * k, w_.weights + token * k);
   }
 
   float shared_weight(int64_t token) const {

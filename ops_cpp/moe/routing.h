@@ -2,6 +2,7 @@
 // graph_passes/reference.py, computed in float32.
 #pragma once
 
+#include "kernels/route/route.h"
 #include "moe/params.h"
 
 namespace hina {
@@ -14,7 +15,7 @@ struct RouteScratch {
 
 // Writes `top_k` ids, best first, and weights. `logits` [num_experts] is not changed. Ids are always in
 // [0, num_experts), whatever the logits hold: NaN counts as larger than any number.
-void route_token(const Router& router, int64_t num_experts, int64_t top_k, const float* logits,
-                 const RouteScratch& scratch, int32_t* ids, float* weights);
+void route_token(const RouteKernel& kernels, const Router& router, int64_t num_experts, int64_t top_k,
+                 const float* logits, const RouteScratch& scratch, int32_t* ids, float* weights);
 
 }  // namespace hina

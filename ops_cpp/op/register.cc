@@ -66,6 +66,7 @@ std::string kernels_json() {
   append_kernels(out, "dequantise", dequantise_kernels());
   append_kernels(out, "convert", convert_kernels());
   append_kernels(out, "activation", activation_kernels());
+  append_kernels(out, "route", route_kernels());
   return out + "]";
 }
 

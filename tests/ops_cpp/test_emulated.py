@@ -290,6 +290,57 @@ def test_activation_ignores_its_place_and_keeps_nan(cpu: Cpu, table: str) -> Non
                 assert_same(calls.activate(kernel, parameters, gate[n:], up[n:], False), whole[n:], kernel.name)
 
 
+@pytest.mark.parametrize("table", avx512_tables("Route"))
+def test_scores_are_exact_to_their_roundings(cpu: Cpu, table: str) -> None:
+    """x - max is rounded, which exp turns into u |x - max|; exp itself adds two units, the sum of n / 16 + 4 additions
+    these and the mean error of its terms, below log n + 2, and the quotient one. A row with NaN, +infinity or nothing
+    but -infinity has no scores.
+    """
+    rng = np.random.default_rng(10)
+    for kernel in kernels(cpu, table):
+        for number, n in enumerate(data.EXPERTS):
+            for logits in data.router_rows(rng, n):
+                got = calls.score(kernel.softmax, logits, in_place=number % 2 == 0)
+                with np.errstate(invalid="ignore"):
+                    below = logits.astype(np.float64) - logits.max()
+                    want = np.exp(below) / np.exp(below).sum()
+                    size = np.where(want > 0, np.abs(below), 0)
+                assert np.array_equal(np.isnan(got), np.isnan(want)), (kernel.name, logits)
+                bound = UNIT_ROUNDOFF * (size + math.log(n) + n / 16 + 10) * want + 2.0**-149
+                assert np.isnan(want).all() or np.all(np.abs(got - want) <= bound), (kernel.name, n, logits, got)
+                got = calls.score(kernel.sigmoid, logits, in_place=number % 2 == 1)
+                want = 1 / (1 + np.exp(-logits.astype(np.float64)))
+                right = np.abs(got - want) <= 5 * UNIT_ROUNDOFF * want + 2.0**-127
+                assert np.all(right | (np.isnan(got) & np.isnan(want))), (kernel.name, n, logits, got)
+
+
+@pytest.mark.parametrize("table", avx512_tables("Route"))
+def test_top_k_finds_the_ids_of_the_portable_kernel(cpu: Cpu, cpus: Cpus, table: str) -> None:
+    rng = np.random.default_rng(11)
+    reference = portable(cpus, "Route")
+    for kernel in kernels(cpu, table):
+        for n in data.EXPERTS:
+            for scores in data.router_rows(rng, n):
+                for k, ties_to_highest in itertools.product({1, 2, 8, 12, 13, 22, 65, n}, (False, True)):
+                    if k <= n:
+                        got, want = (calls.top_k(one, scores, k, ties_to_highest) for one in (kernel, reference))
+                        assert got == want, (kernel.name, n, k, ties_to_highest, scores)
+
+
+@pytest.mark.parametrize("table", avx512_tables("Route"))
+def test_scores_have_the_bits_of_avx2(cpu: Cpu, cpus: Cpus, table: str) -> None:
+    if "avx2" not in ISAS:
+        pytest.skip("this CPU has no avx2")
+    (older,) = entries(cpus.native, "kRouteAvx2")
+    rng = np.random.default_rng(12)
+    for kernel in kernels(cpu, table):
+        for n in data.EXPERTS:
+            for logits in data.router_rows(rng, n):
+                for name in ("softmax", "sigmoid"):
+                    got, want = (calls.score(getattr(one, name), logits) for one in (kernel, older))
+                    assert_same(got, want, f"{name} of {kernel.name} n={n}")
+
+
 @pytest.mark.parametrize("table", avx512_tables("Peak"))
 def test_peak_loops_count_their_products(cpus: Cpus, table: str) -> None:
     call = cpus.emulated.symbol("call_for_double").address

@@ -57,8 +57,9 @@ def address_build() -> Path:
     return build("address", "address,undefined")
 
 
-def test_kernels_under_address_and_undefined(address_build: Path) -> None:
-    assert "kernels: passed" in run_native(address_build, "kernels")
+@pytest.mark.parametrize("name", ["kernels", "qdot", "route"])
+def test_kernels_under_address_and_undefined(address_build: Path, name: str) -> None:
+    assert f"{name}: passed" in run_native(address_build, name)
 
 
 def test_layers_under_address_and_undefined(address_build: Path) -> None:

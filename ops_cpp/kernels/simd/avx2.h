@@ -3,11 +3,16 @@
 //   Floats, kLanes, kRegisters   a vector of float32, of which there are so many; + - * / round like the scalar ones
 //   zero, broadcast, load, store, fma, minimum, maximum, round_to_integer, scale_by_power, pin
 //   Tail                         the first `left` lanes, 0 < left < kLanes: load and store touch no other in memory,
-//                                and the others are loaded as zeros
+//                                and the others are loaded as zeros, or by load_or as lanes of `others`; keep makes
+//                                zeros of them. Without a Tail, all lanes are meant
+//   Mask                         a truth value for each lane: greater, equal (false with NaN); both, either; bits: lane
+//                                i is bit i; choose: a where it is true, else b
+//   Counts                       a whole number for each lane: count adds 1 where a Mask is true; under; store
 //   kBytes<type>                 of kLanes values of a type in memory
 //   widen<type>, narrow<type>    kLanes values of a type, or the first ones with a Tail, to and from float32
 //   Table, nibbles, look_up      sixteen floats, chosen by four bits
 //   sum_rows<n>                  the sum of the lanes of each of n accumulators
+//   max_lanes                    the largest lane of a vector without NaN
 //
 // An instruction set has one order of addition in sum_rows, whatever n: the upper half of the lanes is added to the
 // lower one until four are left, then (0 + 1) + (2 + 3).
@@ -67,6 +72,27 @@ struct Tail {
 };
 HINA_INLINE Floats load(const float* at, Tail tail) { return _mm256_maskload_ps(at, tail.mask); }
 HINA_INLINE void store(float* at, Floats v, Tail tail) { _mm256_maskstore_ps(at, tail.mask, v); }
+HINA_INLINE Floats keep(Floats v) { return v; }
+HINA_INLINE Floats keep(Floats v, Tail tail) { return _mm256_and_ps(v, _mm256_castsi256_ps(tail.mask)); }
+HINA_INLINE Floats load_or(const float* at, Floats) { return load(at); }
+HINA_INLINE Floats load_or(const float* at, Floats others, Tail tail) {
+  return _mm256_blendv_ps(others, load(at, tail), _mm256_castsi256_ps(tail.mask));
+}
+
+using Mask = __m256;
+HINA_INLINE Mask greater(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+HINA_INLINE Mask equal(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+HINA_INLINE Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
+HINA_INLINE Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
+HINA_INLINE uint32_t bits(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
+HINA_INLINE Floats choose(Mask mask, Floats a, Floats b) { return _mm256_blendv_ps(b, a, mask); }
+
+using Counts = __m256i;
+HINA_INLINE Counts count(Counts n, Mask mask) { return _mm256_sub_epi32(n, _mm256_castps_si256(mask)); }
+HINA_INLINE Mask under(Counts n, int limit) {
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(limit), n));
+}
+HINA_INLINE void store(int32_t* at, Counts n) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), n); }
 
 template <DataType type>
 constexpr int kBytes = type == DataType::kFloat32 ? 4 * kLanes
@@ -173,6 +199,12 @@ HINA_INLINE void sum_rows(const Floats* acc, int64_t stride, float* out) {
       _mm_storeu_ps(out + i, _mm_hadd_ps(ab, cd));
     }
   }
+}
+
+HINA_INLINE float max_lanes(Floats v) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
 }  // namespace simd

@@ -47,6 +47,25 @@ struct Tail {
 };
 HINA_INLINE Floats load(const float* at, Tail tail) { return _mm512_maskz_loadu_ps(tail.mask, at); }
 HINA_INLINE void store(float* at, Floats v, Tail tail) { _mm512_mask_storeu_ps(at, tail.mask, v); }
+HINA_INLINE Floats keep(Floats v) { return v; }
+HINA_INLINE Floats keep(Floats v, Tail tail) { return _mm512_maskz_mov_ps(tail.mask, v); }
+HINA_INLINE Floats load_or(const float* at, Floats) { return load(at); }
+HINA_INLINE Floats load_or(const float* at, Floats others, Tail tail) {
+  return _mm512_mask_loadu_ps(others, tail.mask, at);
+}
+
+using Mask = __mmask16;
+HINA_INLINE Mask greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+HINA_INLINE Mask equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+HINA_INLINE Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
+HINA_INLINE Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
+HINA_INLINE uint32_t bits(Mask mask) { return mask; }
+HINA_INLINE Floats choose(Mask mask, Floats a, Floats b) { return _mm512_mask_blend_ps(mask, b, a); }
+
+using Counts = __m512i;
+HINA_INLINE Counts count(Counts n, Mask mask) { return _mm512_mask_add_epi32(n, mask, n, _mm512_set1_epi32(1)); }
+HINA_INLINE Mask under(Counts n, int limit) { return _mm512_cmplt_epi32_mask(n, _mm512_set1_epi32(limit)); }
+HINA_INLINE void store(int32_t* at, Counts n) { _mm512_storeu_si512(at, n); }
 
 template <DataType type>
 constexpr int kBytes = type == DataType::kFloat32 ? 4 * kLanes
@@ -177,6 +196,8 @@ HINA_INLINE void sum_rows(const Floats* acc, int64_t stride, float* out) {
     _mm_store_ss(out, _mm512_castps512_ps128(sum_quarters(folded, folded)));
   }
 }
+
+HINA_INLINE float max_lanes(Floats v) { return _mm512_reduce_max_ps(v); }
 
 }  // namespace simd
 }  // namespace

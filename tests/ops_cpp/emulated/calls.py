@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -134,3 +134,17 @@ def activate(
     out = Out(gate.copy() if in_place else np.full(gate.size, UNTOUCHED))
     kernel.fn(np.array(parameters, np.float32), out if in_place else gate, 0 if up is None else up, out, gate.size)
     return out.array
+
+
+def score(function: Callable[..., None], logits: np.ndarray, in_place: bool = False) -> np.ndarray:
+    """[n] float32 that `softmax` or `sigmoid` of a kernel makes of `logits [n]`."""
+    out = Out(logits.copy() if in_place else np.full(logits.size, UNTOUCHED))
+    function(out if in_place else logits, out, logits.size)
+    return out.array
+
+
+def top_k(kernel: Kernel, scores: np.ndarray, k: int, ties_to_highest: bool) -> list[int]:
+    """Ids of the `k` best of `scores [n]`."""
+    out = Out(np.full(k, -1, np.int32))
+    kernel.top_k(scores, scores.size, k, int(ties_to_highest), out)
+    return out.array.tolist()

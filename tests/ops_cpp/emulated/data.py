@@ -14,6 +14,8 @@ DOT_ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
 DOT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 25, 52)
 DOT_SIZES = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 47, 60, 96, 127, 544, 1057, 2080)
 
+EXPERTS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 60, 64, 65, 128, 255, 257)
+
 QDOT_ROWS = (0, 1, 2, 3, 4, 5, 8, 11, 15, 16, 17, 31, 32)
 QDOT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)
 QDOT_SIZES = (1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 129, 288, 544)
@@ -69,6 +71,16 @@ def gates(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
     """`n` values of gate and of up; exp overflows for some."""
     gate = rng.standard_normal(n).astype(np.float32) * rng.choice(np.array([0.01, 2, 20, 60], np.float32), n)
     return gate, (4 * rng.standard_normal(n)).astype(np.float32)
+
+
+def router_rows(rng: np.random.Generator, n: int) -> list[np.ndarray]:
+    """Logits of `n` experts: of several sizes, in order, with ties, with infinities and NaN."""
+    rows = [rng.standard_normal(n) * size for size in (0.01, 1, 20)]
+    rows += [np.sort(rows[1]), np.sort(rows[1])[::-1], np.zeros(n), np.full(n, -np.inf)]
+    few = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan])
+    rows += [rng.choice(few[:kinds], n) for kinds in (3, 4, 7)]
+    rows += [np.where(rng.random(n) < 0.3, -np.inf, rows[1]), np.where(rng.random(n) < 2 / n, np.nan, rows[1])]
+    return [row.astype(np.float32) for row in rows]
 
 
 def floats_to_narrow(rng: np.random.Generator) -> list[np.ndarray]:

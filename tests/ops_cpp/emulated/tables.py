@@ -20,6 +20,7 @@ FAMILIES = {
     "Dequantise": "name:u8 isa:i4 format:i4 fn:u8",
     "Convert": "name:u8 isa:i4 type:i4 widen:u8 narrow:u8",
     "Activation": "name:u8 isa:i4 activation:i4 fn:u8",
+    "Route": "name:u8 isa:i4 softmax:u8 sigmoid:u8 top_k:u8",
     "Peak": "name:u8 isa:i4 type:i4 multiply_adds:i8 sum:u8",
 }
 
