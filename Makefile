@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: library setup demo test test-all lint format bench wheel clean help
+.PHONY: library setup demo test test-all corpus lint format bench wheel clean help
 
 library: $(BUILD)/build.ninja ## compile the library into hina_ort/_lib (the default; quick when nothing changed)
 	@$(DEV)/bin/cmake --build $(BUILD)
@@ -36,6 +36,9 @@ test: library $(OPTIMUM)/.installed ## quick tests, in both environments
 test-all: library $(OPTIMUM)/.installed ## all tests, the slow ones too
 	$(DEV)/bin/python -m pytest -m "not optimum"
 	$(OPTIMUM)/bin/python -m pytest -m optimum
+
+corpus: library $(OPTIMUM)/.installed ## export every architecture with every exporter, convert it and judge the result (half an hour)
+	$(DEV)/bin/python -m models.corpus
 
 lint: $(DEV)/.installed ## ruff, mypy and clang-format; changes nothing
 	$(DEV)/bin/ruff check .

@@ -13,6 +13,7 @@ A block with a MoE node that has no CPU kernel is evaluated in numpy instead, se
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class Cut:
             clone.shape = None
         graph.outputs[0].name = "out"
         graph.outputs[0].type, graph.outputs[0].shape = ir.TensorType(self.dtype), None
+        _read_files(graph)
         _widen(graph)
         for clone in graph.inputs:
             if clone.dtype == ir.DataType.BFLOAT16:
@@ -141,6 +143,13 @@ def _widened(dtype: ir.DataType) -> ir.DataType:
     return ir.DataType.FLOAT if dtype == ir.DataType.BFLOAT16 else dtype
 
 
+def _read_files(graph: ir.Graph) -> None:
+    """Take the initializers of `graph` into memory: it will be run from no folder."""
+    for value in graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
+
+
 def _widen(graph: ir.Graph) -> None:
     """Turn every bfloat16 of `graph` into float32."""
     for value in graph.initializers.values():
@@ -189,9 +198,10 @@ def _weight_dtype(match: MoeMatch) -> ir.DataType:
 
 
 def _quantised(match: MoeMatch) -> set[ir.Value]:
-    """The initializers of quantised projections: codes, scales and zero points."""
+    """The initializers of quantised projections, codes, scales and zero points, of types that NumPy knows."""
     formats = match.spec.formats
-    return {s.value for name, sources in match.weights.items() if split_field(name)[0] in formats for s in sources}
+    sources = (s for name, each in match.weights.items() if split_field(name)[0] in formats for s in each)
+    return {s.value for s in sources if s.stored.dtype not in (ir.DataType.INT4, ir.DataType.UINT4)}
 
 
 def _is_large(value: ir.Value) -> bool:
@@ -346,6 +356,8 @@ def _guess_shape(value: ir.Value, leading: Sequence[int], known: Mapping[str, in
     if value.shape is None:
         return (*leading, 1)
     sizes = []
+    if len(value.shape) <= len(leading) and isinstance(value.shape[-1], int):  # one row for each token
+        leading = (math.prod(leading),)
     for axis, dim in enumerate(value.shape):
         if isinstance(dim, int):
             sizes.append(dim)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir import serde
 
+from graph_passes import collector
 from graph_passes.staging import new_folder, publish, staging_folder
 
 ALIGNMENT = 4096
@@ -71,7 +72,8 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelFileError(f"{path} is no ONNX model, or it is cut off: it holds no graph or no opset import")
     try:
-        model = serde.deserialize_model(proto)
+        with collector.paused():
+            model = serde.deserialize_model(proto)
     except Exception as error:  # onnx_ir raises many types for malformed graphs
         raise ModelFileError(f"{path} is no valid ONNX model: {error}") from error
     ir.external_data.set_base_dir(model.graph, path.parent)

@@ -11,6 +11,7 @@ After the rewrite the nodes and initializers that only served the old block are 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +21,23 @@ import onnx_ir as ir
 
 from graph_passes.external_data import release
 from graph_passes.matchers.match import MoeMatch, WeightSource
-from graph_passes.moe_spec import MoeSpec, split_field
-from graph_passes.op_schema import DOMAIN, FLOAT_TYPES, INPUTS, OP_TYPE, OPSET_VERSION
+from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
+from graph_passes.op_schema import ATTRIBUTES, DOMAIN, FLOAT_TYPES, INPUTS, OP_TYPE, OPSET_VERSION
 
 
 def check(match: MoeMatch) -> None:
     """Raise ValueError, naming the tensor, when a HinaMoE node cannot take what `match` names.
 
-    Every tensor must have a type that the op knows and as many elements as the spec asks for, and experts that are
-    to be stacked must share a type. A match that passes can be proven and fused.
+    Every tensor must have a type that the op knows and as many elements as the spec asks for, experts that are to be
+    stacked must share a type, and numbers must be finite. A match that passes can be proven and fused.
     """
     spec = match.spec
     if match.output.graph is None or match.output.producer() is None:
         raise ValueError(f"its output {match.output.name} is not computed in the model")
+    for attribute in ATTRIBUTES:
+        finite = isinstance(attribute.default, float) and math.isfinite(attribute.default)
+        if finite and not math.isfinite(number := getattr(spec, attribute.name)):
+            raise ValueError(f"{attribute.name} is {number} in the graph, HinaMoE takes finite numbers")
     allowed = {item.name: item.types for item in INPUTS}
     for name, value in {"hidden_states": match.hidden_states, **match.inputs}.items():
         if value.dtype is not None:
@@ -40,7 +45,10 @@ def check(match: MoeMatch) -> None:
     for name, source in match.constants.items():
         _check_source(name, source, _constant_shape(match, name), allowed[name])
     for name in spec.weight_inputs:
-        sources, shape = match.weights[name], spec.field_shape(name)
+        sources, shape = match.weights[name], match.field_shape(name)
+        if FIELDS[name].shared:
+            _check_source(name, sources[0], shape, _types(spec, name))
+            continue
         if len(sources) == 1:
             shape = (spec.num_experts, *shape)
         elif len(sources) != spec.num_experts:
@@ -57,18 +65,22 @@ def _is_stacked(match: MoeMatch) -> bool:
     """Whether the node takes one tensor per field; else every expert's tensors are read where they lie."""
 
     def lie_per_expert(name: str) -> bool:
-        sources, shape = match.weights[name], match.spec.field_shape(name)
+        sources, shape = match.weights[name], match.field_shape(name)
         return len(sources) == match.spec.num_experts and all(_lies(name, source, shape, match) for source in sources)
 
-    return not all(lie_per_expert(name) for name in match.spec.weight_inputs)
+    return not all(lie_per_expert(name) for name in match.spec.weight_inputs if not FIELDS[name].shared)
 
 
 def _lies(name: str, source: WeightSource, shape: tuple[int, ...], match: MoeMatch) -> bool:
-    """Whether the op can read the initializer as it is; scales and zero points may lie flat."""
+    """Whether the op can read the initializer as it is; codes may have an axis of blocks, scales may lie flat."""
     value, shapes = source.value, [shape]
-    if split_field(name)[1]:
+    projection, part = split_field(name)
+    if part:
         shapes.append((*shape[:-2], math.prod(shape[-2:])))
-    return source.in_place and source.shape in shapes and value.is_initializer() and value.graph is match.output.graph
+    elif (form := match.spec.formats.get(projection)) is not None:
+        blocks = form.blocks(match.spec.matrix_shape(projection)[-1])
+        shapes.append((*shape[:-1], blocks, shape[-1] // blocks))
+    return source.in_place and source.shape in shapes and value.is_initializer()
 
 
 def _types(spec: MoeSpec, name: str) -> tuple[str, ...]:
@@ -108,8 +120,8 @@ def fuse(model: ir.Model, match: MoeMatch, names: UniqueNames | None = None) -> 
     model, so that its names are read once. Raises the ValueErrors of `check`; the model is then unchanged.
     """
     check(match)
-    graph, old = match.output.graph, match.output.producer()
-    assert graph is not None and old is not None
+    graph, old = _graph_of(match), match.output.producer()
+    assert old is not None
     names = names or UniqueNames(model)
     builder = _Builder(names, match)
     spec = replace(match.spec, experts_stacked=builder.stacked)
@@ -122,14 +134,19 @@ def fuse(model: ir.Model, match: MoeMatch, names: UniqueNames | None = None) -> 
         imports[DOMAIN] = OPSET_VERSION
     graph.insert_before(old, node)
     _take_over(match, node.outputs[0], names)
-    _sweep(graph, old)
+    _sweep(old)
     return node
 
 
 class UniqueNames:
-    """Names for new values and nodes that clash with none of the model."""
+    """Names for new values and nodes that clash with none of the model, and the initializers that were `made` so far.
+
+    `tensors` are what these hold: initializers of several bodies may hold the same, which is saved once.
+    """
 
     def __init__(self, model: ir.Model) -> None:
+        self.made: dict[tuple[ir.Graph, tuple[WeightSource, ...], tuple[int, ...]], ir.Value] = {}
+        self.tensors: dict[tuple[tuple[WeightSource, ...], tuple[int, ...]], ir.TensorProtocol] = {}
         self._taken: set[str | None] = set()
         for graph in model.graphs():
             self._taken.update(graph.initializers)
@@ -191,46 +208,78 @@ class _Builder:
         return values
 
     def _field(self, name: str, sources: tuple[WeightSource, ...]) -> list[ir.Value]:
-        shape = self.match.spec.field_shape(name)
+        shape = self.match.field_shape(name)
         experts = self.match.spec.num_experts
-        if not self.stacked:
+        if not self.stacked or FIELDS[name].shared:
             return [self._constant(name, source, shape) for source in sources]
         if len(sources) == 1:
             return [self._whole(name, sources[0], shape)]
         whole = sources[0].value
         if _size(whole) == experts * math.prod(shape) and all(
-            s.value is whole and s.index == e and not s.transpose for e, s in enumerate(sources)
+            source == WeightSource(whole, index=e) for e, source in enumerate(sources)
         ):
             return [self._constant(name, WeightSource(whole), (experts, *shape))]
-        return [self._add(StackedExperts(sources, shape, self._name(name)))]
+        return [self._stack(name, sources, shape)]
 
     def _whole(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
         """All experts of a field from one initializer."""
         experts = self.match.spec.num_experts
-        if source.transpose and source.index is None and source.shape == (experts, *shape):
+        if not source.in_place and source.index is None and source.shape == (experts, *shape):
             each = tuple(replace(source, index=e) for e in range(experts))
-            return self._add(StackedExperts(each, shape, self._name(name)))
+            return self._stack(name, each, shape)
         return self._constant(name, source, (experts, *shape))
 
     def _constant(self, name: str, source: WeightSource, shape: tuple[int, ...]) -> ir.Value:
-        """The initializer itself when it can be read where it lies, else a new one of `shape`."""
+        """The initializer itself when it can be read where it lies, else a new one of `shape`.
+
+        In a body it gets one that holds the same tensor: ONNX Runtime up to 1.23 shows an operator only the
+        initializers of its own graph.
+        """
         if _lies(name, source, shape, self.match):
-            return source.value
-        lazy = ir.LazyTensor(
-            lambda: ir.Tensor(_read(source, shape), dtype=source.dtype),
-            dtype=source.dtype,
-            shape=ir.Shape(shape),
-            name=self._name(name),
-        )
-        return self._add(lazy)
+            if source.value.graph is _graph_of(self.match):
+                return source.value
+            stored = source.stored
+            return self._add(str(source.value.name), (source,), tuple(stored.shape.numpy()), lambda new: stored)
+        wanted = f"{self.match.name}.{name}"
 
-    def _name(self, name: str) -> str:
-        return self.names.unique(f"{self.match.name}.{name}")
+        def lazy(new: str) -> ir.LazyTensor:
+            return ir.LazyTensor(
+                lambda: ir.Tensor(_read(source, shape), dtype=source.dtype),
+                dtype=source.dtype,
+                shape=ir.Shape(shape),
+                name=new,
+            )
 
-    def _add(self, tensor: ir.LazyTensor) -> ir.Value:
-        value = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self.created.append(value)
-        return value
+        return self._add(wanted, (source,), shape, lazy)
+
+    def _stack(self, name: str, sources: tuple[WeightSource, ...], shape: tuple[int, ...]) -> ir.Value:
+        wanted = f"{self.match.name}.{name}"
+        return self._add(wanted, sources, (len(sources), *shape), lambda new: StackedExperts(sources, shape, new))
+
+    def _add(
+        self,
+        wanted: str,
+        sources: tuple[WeightSource, ...],
+        shape: tuple[int, ...],
+        tensor_named: Callable[[str], ir.TensorProtocol],
+    ) -> ir.Value:
+        """A new initializer of the block's graph; blocks that read the same weights share it, or its tensor."""
+        made, tensors, key = self.names.made, self.names.tensors, (sources, shape)
+        graph = _graph_of(self.match)
+        if (graph, *key) not in made:
+            name = self.names.unique(wanted)
+            tensor = tensors.setdefault(key, tensor_named(name))
+            value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            self.created.append(value)
+            made[(graph, *key)] = value
+        return made[(graph, *key)]
+
+
+def _graph_of(match: MoeMatch) -> ir.Graph:
+    """The graph that the block's output belongs to: the main graph, or a body."""
+    graph = match.output.graph
+    assert isinstance(graph, ir.Graph)
+    return graph
 
 
 def _size(value: ir.Value) -> int:
@@ -258,18 +307,21 @@ def _take_over(match: MoeMatch, new: ir.Value, names: UniqueNames) -> None:
     new.name = name
 
 
-def _sweep(graph: ir.Graph, start: ir.Node) -> None:
-    """Remove `start` and, going backwards, every node and initializer that nothing uses any more."""
+def _sweep(start: ir.Node) -> None:
+    """Remove `start` and, going backwards, every node and initializer that nothing uses any more.
+
+    What a body alone has used of the graphs around it goes as well.
+    """
     pending = [start]
     while pending:
         node = pending.pop()
-        if node.graph is not graph or any(v.uses() or v.is_graph_output() for v in node.outputs):
+        if node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
             continue
         inputs = [value for value in node.inputs if value is not None]
-        graph.remove(node, safe=True)
+        node.graph.remove(node, safe=True)
         for value in inputs:
             if producer := value.producer():
                 pending.append(producer)
             elif value.is_initializer() and not (value.uses() or value.is_graph_input() or value.is_graph_output()):
-                assert value.name is not None
-                graph.initializers.pop(value.name, None)
+                assert value.name is not None and isinstance(value.graph, ir.Graph)
+                value.graph.initializers.pop(value.name, None)

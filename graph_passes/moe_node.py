@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from graph_passes.moe_spec import FIELDS, ROUTER_INPUTS, MoeSpec
 from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE
@@ -11,6 +14,24 @@ from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE
 def is_hina_moe(node: ir.Node) -> bool:
     """Whether `node` is a HinaMoE node."""
     return node.domain == DOMAIN and node.op_type == OP_TYPE
+
+
+def is_fused(function: ir.Function) -> bool:
+    """Whether a local function holds HinaMoE nodes."""
+    return any(is_hina_moe(node) for node in function.all_nodes())
+
+
+def inlined(model: ir.Model) -> ir.Model:
+    """`model`, or a copy with its local functions inlined when they hold HinaMoE nodes, which read weights by call.
+
+    Functions that cannot be inlined, for they have another opset than the model, stay functions.
+    """
+    if not any(is_fused(function) for function in model.functions.values()):
+        return model
+    copy = model.clone()
+    with suppress(ValueError):
+        common.InlinePass()(copy)
+    return copy
 
 
 def weights_of(node: ir.Node) -> dict[str, list[ir.Value]]:

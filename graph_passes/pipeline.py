@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from graph_passes import collector
 from graph_passes.cut import block_values
 from graph_passes.fuse_moe import UniqueNames, check, fuse
-from graph_passes.matchers import MATCHERS, Miss, MoeMatch, subgraph_misses
+from graph_passes.local_functions import Call, alone, calls_of_functions, put_back
+from graph_passes.matchers import MATCHERS, Miss, MoeMatch, shared_expert
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
-from graph_passes.probe import ProbeResult, probe
+from graph_passes.probe import ProbeResult, probe, probe_shared_expert
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and how many of how many blocks are done."""
 
+Watch = Callable[[MoeMatch | Miss, ProbeResult | None], None]
+"""Called with each place that looks like a block and what its proof gave, while the graph is as it was."""
+
 
 @dataclass(frozen=True)
 class FusedBlock:
-    """A block that was proven: its name, what it computes, the matcher's family, the probe's error, weight bytes."""
+    """A block that was proven: its name, what it computes, the matcher's family, the probe's error, weight bytes.
+
+    The `note` says why a branch that looks like its shared expert was left in the graph; mostly there is none.
+    """
 
     name: str
     spec: MoeSpec
     family: str
     worst_relative_l2: float
     bytes: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,12 @@ class _Proven:
 
 
 def fuse_model(
-    model: ir.Model, *, rtol: float = 1e-4, partial: bool = False, progress: Progress | None = None
+    model: ir.Model,
+    *,
+    rtol: float = 1e-4,
+    partial: bool = False,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> FusionReport:
     """Replace every MoE block of `model`, in place, by a HinaMoE node.
 
@@ -64,17 +76,21 @@ def fuse_model(
     is left exactly as it was, unless `partial` allows the rest to be fused. A model without MoE blocks, or one that
     is already fused, is left as it is.
     """
-    report = progress or (lambda stage, done, total: None)
+    report = progress or _nowhere
     before = _count_nodes(model)
     report("reading the graph", 0, 1)
-    working = model.clone()
-    candidates = find_blocks(working)
+    with collector.paused():
+        working = model.clone()
+        in_functions = _fuse_functions(working, rtol, watch)
+        candidates = find_blocks(working)
     report("reading the graph", 1, 1)
-    proven, refused = _prove(working, candidates, rtol, report)
-    found = [item.block for item in proven]
-    if not proven or (refused and not partial):
+    with collector.frozen():
+        proven, refused = _prove(working, candidates, rtol, report, watch or (lambda found, outcome: None))
+    found = [*in_functions, *(item.block for item in proven)]
+    if not found or (refused and not partial):
         return FusionReport(found, refused, False, before, before)
-    _rewrite(working, proven, report)
+    with collector.paused():
+        _rewrite(working, proven, report)
     model.graph = working.graph
     model.functions.clear()
     model.functions.update(working.functions)
@@ -83,24 +99,13 @@ def fuse_model(
 
 def find_blocks(model: ir.Model) -> list[MoeMatch | Miss]:
     """Normalise `model` in place, and list what looks like a MoE block in it, subgraphs included."""
-    with _without_tracebacks():
-        normalize(model)
-    return [*(found for matcher in MATCHERS for found in matcher(model.graph)), *subgraph_misses(model)]
-
-
-@contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Keep onnx_ir from logging the traceback of a shape inference that fails; the shapes stay as they are then."""
-    logger = logging.getLogger("onnx_ir.passes.common.shape_inference")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    normalize(model)
+    found = [item for graph in model.graphs() for matcher in MATCHERS for item in matcher(graph)]
+    return [shared_expert.draw_in(item) if isinstance(item, MoeMatch) else item for item in found]
 
 
 def _prove(
-    model: ir.Model, candidates: list[MoeMatch | Miss], rtol: float, report: Progress
+    model: ir.Model, candidates: list[MoeMatch | Miss], rtol: float, report: Progress, watch: Watch
 ) -> tuple[list[_Proven], list[Miss]]:
     """Check and probe what the matchers propose: what is proven, and what is refused."""
     proven: list[_Proven] = []
@@ -109,25 +114,40 @@ def _prove(
         report("checking MoE blocks", done, len(candidates))
         if isinstance(found, Miss):
             refused.append(found)
+            watch(found, None)
             continue
-        values = block_values(found)
-        objection = _objection(found, values, proven)
-        outcome = ProbeResult(math.inf, objection) if objection else probe(model, found, rtol)
+        found, outcome = prove(model, found, proven, rtol)
+        watch(found, outcome)
         if not outcome.ok:
-            refused.append(Miss(found.name, outcome.reason))
+            refused.append(Miss(found.name, outcome.reason, found.family, found.output.producer()))
             continue
         size = sum(source.nbytes for sources in found.weights.values() for source in sources)
-        block = FusedBlock(found.name, found.spec, found.family, outcome.worst_relative_l2, size)
-        proven.append(_Proven(found, values, block))
+        block = FusedBlock(found.name, found.spec, found.family, outcome.worst_relative_l2, size, found.note)
+        proven.append(_Proven(found, block_values(found), block))
     report("checking MoE blocks", len(candidates), len(candidates))
     return proven, refused
 
 
-def _objection(match: MoeMatch, values: set[ir.Value], proven: list[_Proven]) -> str:
-    """Why the block, which computes `values`, cannot be fused even if it is what it seems; empty if it can.
+def prove(model: ir.Model, match: MoeMatch, proven: list[_Proven], rtol: float) -> tuple[MoeMatch, ProbeResult]:
+    """Check and probe a match: what of it counts, and the outcome. A shared expert never keeps the rest from fusing."""
+    routed = match.routed_only or match
+    objection = _objection(routed, proven)
+    outcome = ProbeResult(math.inf, objection) if objection else probe(model, routed, rtol)
+    if routed is match or not outcome.ok:
+        return routed, outcome
+    objection = _objection(match, proven)
+    shared = ProbeResult(math.inf, objection) if objection else probe_shared_expert(model, match, rtol)
+    if not shared.ok:
+        return replace(routed, note=shared_expert.left_out(shared.reason)), outcome
+    return match, ProbeResult(max(outcome.worst_relative_l2, shared.worst_relative_l2))
+
+
+def _objection(match: MoeMatch, proven: list[_Proven]) -> str:
+    """Why the block cannot be fused even if it is what it seems; empty if it can.
 
     Blocks may share nodes in front of them (a flattening of the tokens, say), but none may compute another's output.
     """
+    values = block_values(match)
     for other in proven:
         if match.output in other.values or other.match.output in values:
             return f"it overlaps with {other.match.name}, which was proven before it; report this model"
@@ -138,7 +158,36 @@ def _objection(match: MoeMatch, values: set[ir.Value], proven: list[_Proven]) ->
     return ""
 
 
-def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> None:
+def _fuse_functions(model: ir.Model, rtol: float, watch: Watch | None) -> list[FusedBlock]:
+    """Fuse, in place, local functions whose blocks are proven for every call; others will be inlined."""
+    found: list[FusedBlock] = []
+    for nodes in calls_of_functions(model):
+        calls: list[Call] = []
+        blocks: list[list[FusedBlock]] = []
+        for node in nodes:
+            call = alone(model, node)
+            candidates = find_blocks(call.model)
+            proven, refused = _prove(call.model, candidates, rtol, _nowhere, lambda found, outcome: None)
+            if refused or not proven:
+                break
+            call.names = _rewrite(call.model, proven, _nowhere)
+            calls.append(call)
+            blocks.append([item.block for item in proven])
+        shown = alone(model, nodes[0]).model if watch is not None else None
+        if len(calls) == len(nodes) and put_back(model, calls):
+            if shown is not None and watch is not None:
+                _prove(shown, find_blocks(shown), rtol, _nowhere, watch)
+            for same in zip(*blocks, strict=True):
+                found.append(replace(same[0], worst_relative_l2=max(block.worst_relative_l2 for block in same)))
+    return found
+
+
+def _nowhere(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> UniqueNames:
+    """Fuse what is proven; returns the names and tensors that were made."""
     names = UniqueNames(model)
     replaced: dict[ir.Value, ir.Value] = {}
     for done, item in enumerate(proven):
@@ -146,6 +195,7 @@ def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> None:
         match = _follow_replaced(item.match, replaced)
         replaced[match.output] = fuse(model, match, names).outputs[0]
     report("rewriting MoE blocks", len(proven), len(proven))
+    return names
 
 
 def _follow_replaced(match: MoeMatch, replaced: dict[ir.Value, ir.Value]) -> MoeMatch:
@@ -155,4 +205,6 @@ def _follow_replaced(match: MoeMatch, replaced: dict[ir.Value, ir.Value]) -> Moe
 
 
 def _count_nodes(model: ir.Model) -> int:
-    return sum(1 for _ in model.graph.all_nodes())
+    """Nodes of the graph, its subgraphs and its local functions."""
+    graphs = (model.graph, *(function.graph for function in model.functions.values()))
+    return sum(1 for graph in graphs for _ in graph.all_nodes())

@@ -6,7 +6,8 @@ A match proposes, the probe disposes: what cannot be cut out, cannot be run, or 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from graph_passes.accuracy import float16_bound, relative_l2
 from graph_passes.cut import Cut, CutError
 from graph_passes.external_data import release
 from graph_passes.matchers.match import MoeMatch
-from graph_passes.steering import Inputs, Unreachable, steer
+from graph_passes.moe_spec import FIELDS, MoeSpec
+from graph_passes.steering import TOKEN_COUNTS, Unreachable, steer, token_batches
 
 SEED = 20240229
 
@@ -47,11 +49,58 @@ def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
     A constant that no ordinary input shows is not proven but taken from the graph as it stands there: an epsilon or a
     floor under the sum of the mixing weights that is small beside every sum, and a limit that no activation reaches.
     """
+
+    def prepare(cut: Cut) -> _Trial:
+        inputs = steer(match, cut.dtype, np.random.default_rng(SEED))
+        router: dict[str, Any] = {**inputs.router, **inputs.constants}
+        weights: Any = {name: _Experts(match, name) for name in match.spec.weight_inputs}
+        expected, _ = reference.hina_moe(match.spec, inputs.hidden, weights, **router)
+        rows = {match.hidden_states: inputs.hidden} | {match.inputs[name]: a for name, a in inputs.router.items()}
+        return _Trial(rows, expected, inputs.batches, inputs.overrides)
+
+    return _probe(model, match, rtol, prepare)
+
+
+def probe_shared_expert(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
+    """Compare what `match` adds to its `routed_only`, which `probe` has proven, with its spec; else as `probe`.
+
+    What the routed experts give is an input here, of the size of what is added to it: so neither is too small beside
+    the other to be seen.
+    """
+    before = match.routed_only
+    assert before is not None
+    shared = {name: sources for name, sources in match.weights.items() if FIELDS[name].shared}
+    gate = {name: sources[0] for name, sources in shared.items() if name == "shared_expert_gate"}
+    beside = replace(match, inputs={"routed": before.output}, constants=gate, weights=shared)
+
+    def prepare(cut: Cut) -> _Trial:
+        rng, tokens = np.random.default_rng(SEED), sum(TOKEN_COUNTS)
+        hidden = rng.standard_normal((tokens, match.spec.hidden_size)).astype(cut.dtype.numpy())
+        weights = {name: sources[0].tensor().numpy() for name, sources in shared.items()}
+        added = reference.shared_expert(match.spec, hidden.astype(np.float64), weights)
+        routed = (rng.standard_normal(added.shape) * np.sqrt(np.mean(added**2))).astype(cut.dtype.numpy())
+        rows = {match.hidden_states: hidden, beside.inputs["routed"]: routed}
+        scale = match.spec.routed_scaling_factor / before.spec.routed_scaling_factor
+        return _Trial(rows, scale * routed.astype(np.float64) + added, token_batches(0, tokens))
+
+    return _probe(model, beside, rtol, prepare)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Rows to feed, the `expected` output as float64, the slices of rows to be run, and initializers to be replaced."""
+
+    rows: Mapping[ir.Value, npt.NDArray[Any]]
+    expected: npt.NDArray[np.float64]
+    batches: tuple[slice, ...]
+    overrides: Mapping[ir.Value, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+def _probe(model: ir.Model, match: MoeMatch, rtol: float, prepare: Callable[[Cut], _Trial]) -> ProbeResult:
     try:
         cut = Cut(model, match)
-        inputs = steer(match, cut.dtype, np.random.default_rng(SEED))
         rounding = float16_bound(match.spec.top_k) if cut.dtype == ir.DataType.FLOAT16 else 0.0
-        return _compare(cut, match, inputs, max(rtol, rounding))
+        return _compare(cut, match.spec, prepare(cut), max(rtol, rounding))
     except (CutError, Unreachable) as error:
         return ProbeResult(math.inf, f"the block cannot be checked: {error}")
     except Exception as error:  # a block is proven, or refused
@@ -61,26 +110,27 @@ def probe(model: ir.Model, match: MoeMatch, rtol: float = 1e-4) -> ProbeResult:
             release(source.value.const_value)
 
 
-def _compare(cut: Cut, match: MoeMatch, inputs: Inputs, bound: float) -> ProbeResult:
-    router: dict[str, Any] = {**inputs.router, **inputs.constants}
-    weights: Any = {name: _Experts(match, name) for name in match.spec.weight_inputs}
-    expected, _ = reference.hina_moe(match.spec, inputs.hidden, weights, **router)
-    feeds = {match.hidden_states: inputs.hidden} | {match.inputs[name]: rows for name, rows in inputs.router.items()}
-    worst = 0.0
-    for batch in inputs.batches:
+def _compare(cut: Cut, spec: MoeSpec, trial: _Trial, bound: float) -> ProbeResult:
+    worst, finite = 0.0, False
+    for batch in trial.batches:
         tokens = batch.stop - batch.start
-        rows = {value: array[batch] for value, array in feeds.items()}
+        rows = {value: array[batch] for value, array in trial.rows.items()}
         try:
-            output = cut.run({**rows, **inputs.overrides}, tokens)
+            output = cut.run({**rows, **trial.overrides}, tokens)
         except CutError as error:
             return ProbeResult(math.inf, f"the block fails on {tokens} tokens: {error}")
-        worst = max(worst, relative_l2(expected[batch].reshape(output.shape), output.astype(np.float64)))
+        worst = max(worst, relative_l2(trial.expected[batch].reshape(output.shape), output.astype(np.float64)))
         if not worst <= bound:
             return ProbeResult(
                 worst,
-                f"the block does not compute what it seems to ({match.spec.summary()}): relative L2 difference "
+                f"the block does not compute what it seems to ({spec.summary()}): relative L2 difference "
                 f"{worst:.2g} on {tokens} tokens, allowed {bound:.2g}",
             )
+        finite = finite or bool(np.isfinite(output).any())
+    if not finite:
+        return ProbeResult(
+            math.inf, "nothing that the block computes is finite: look for NaN or infinity in its weights"
+        )
     return ProbeResult(worst)
 
 
@@ -91,7 +141,7 @@ class _Experts:
         sources, experts = match.weights[name], match.spec.num_experts
         stacked = len(sources) < experts
         self._sources = [replace(sources[0], index=e) for e in range(experts)] if stacked else sources
-        self._shape = match.spec.field_shape(name)
+        self._shape = match.field_shape(name)
 
     def __getitem__(self, expert: int) -> npt.NDArray[Any]:
         weights: npt.NDArray[Any] = self._sources[expert].tensor().numpy().reshape(self._shape)

@@ -63,7 +63,7 @@ def hina_moe(
             ids, mixing = route(spec, logits, e_score_correction_bias)
         output = _routed_experts(spec, x, ids, mixing, weights)
         if spec.has_shared_expert:
-            output = output + _shared_expert(spec, x, weights)
+            output = output + shared_expert(spec, x, weights)
     counts = np.bincount(ids.ravel(), minlength=spec.num_experts).astype(np.int64)
     return output.reshape(np.shape(hidden_states)), counts
 
@@ -235,7 +235,8 @@ def _routed_experts(spec: MoeSpec, x: Array, ids: Ids, mixing: Array, weights: T
     return output
 
 
-def _shared_expert(spec: MoeSpec, x: Array, weights: Tensors) -> Array:
+def shared_expert(spec: MoeSpec, x: Array, weights: Tensors) -> Array:
+    """What the shared expert adds, its gate included: `x [T, H]` float64 -> `[T, H]`."""
     names = [n for n in _value_fields(spec) if n.startswith("shared_") and n != "shared_expert_gate"]
     result = _mlp(spec, x, {n.removeprefix("shared_"): values_of(spec, weights, n) for n in names})
     if "shared_expert_gate" in spec.weight_inputs:

@@ -85,7 +85,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 def publish(staged: Path, folder: Path, last: str) -> None:
     """Move every file of `staged` into `folder` (made if missing), replacing files of the same name; `last` goes last.
 
-    A model is thus never visible before its data. Ctrl-C is ignored meanwhile: these are renames only.
+    A model is thus never visible before its data. Ctrl-C and SIGTERM are ignored meanwhile: these are renames only.
     """
     with _without_interrupts():
         folder.mkdir(exist_ok=True)
@@ -98,8 +98,9 @@ def _without_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -95,7 +95,7 @@ def _random_constant(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 def _explicit(match: MoeMatch, dtype: ir.DataType, rng: np.random.Generator) -> Inputs:
     """Ids and weights are inputs: token t takes the next k experts of a random order."""
     spec = match.spec
-    batches = _batches(-(-spec.num_experts // spec.top_k), _most_tokens(match))
+    batches = token_batches(-(-spec.num_experts // spec.top_k), _most_tokens(match))
     tokens = np.arange(batches[-1].stop)[:, None]
     order = rng.permutation(spec.num_experts)
     ids = order[(tokens * spec.top_k + np.arange(spec.top_k)) % spec.num_experts]
@@ -118,7 +118,7 @@ def _most_tokens(match: MoeMatch) -> int:
     return max(BATCH, GATHER_BYTES // max(1, match.spec.top_k * copied))
 
 
-def _batches(needed: int, most: int) -> tuple[slice, ...]:
+def token_batches(needed: int, most: int) -> tuple[slice, ...]:
     """Runs of at most `most` tokens; those behind the first three hold `needed` tokens at least, in whole batches."""
     most -= most % BATCH
     rest = max(TOKEN_COUNTS[-1], needed)
@@ -166,7 +166,7 @@ def _routed(
         raise Unreachable(f"no input reaches experts {', '.join(map(str, missing))} by a clear margin")
     chosen = _cover(reached)
     clear = np.flatnonzero(reached.any(1))
-    batches = _batches(len(chosen), _most_tokens(match))
+    batches = token_batches(len(chosen), _most_tokens(match))
     filler = rng.choice(clear, batches[-1].stop - len(chosen))
     picked = rows[np.concatenate([filler, np.array(chosen)])]
     if "router_logits" in match.inputs:

@@ -37,6 +37,7 @@ app = typer.Typer(
 
 _TYPES = "keep, f32, f16, bf16, int8, int4, mxfp4"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (see docs/cli.md).")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture of each block.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -66,10 +67,16 @@ def convert(
         int | None, typer.Option(help="Activations of quantised weights: 0 floats, 4 int8.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Find and prove blocks, but write nothing.")] = False,
-    check: Annotated[int, typer.Option(help="Compare both whole models on this many random inputs.", min=0)] = 0,
+    check: Annotated[
+        str, typer.Option(metavar="N|full", help="Compare both whole models on so many random inputs, or a full set.")
+    ] = "0",
     rtol: Annotated[float, typer.Option(help="Relative L2 error allowed per block.", min=1e-12, max=0.5)] = 1e-5,
     partial: Annotated[bool, typer.Option("--partial", help="Fuse the rest when a block is refused.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST when it exists.")] = False,
+    html: Html = None,
+    genai: Annotated[
+        bool, typer.Option("--genai", help="SRC is a folder of onnxruntime-genai: let DST load the library.")
+    ] = False,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
@@ -92,10 +99,12 @@ def convert(
             shared_weights=shared_weights,
             accuracy_level=accuracy_level,
             dry_run=dry_run,
-            check=check,
+            check=int(check) if check.isdecimal() else check,
             rtol=rtol,
             partial=partial,
             overwrite=overwrite,
+            html=html,
+            genai=genai,
             progress=progress,
         )
     if as_json:
@@ -136,19 +145,35 @@ def unfuse(
 @app.command()
 def inspect(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a folder with model.onnx.")],
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="Show the block at a node, value or module, or where its pattern broke."),
+    ] = None,
+    html: Html = None,
     as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
-    """List the MoE blocks of MODEL with their MoeSpec and bytes."""
-    from hina_ort.inspection import inspect_model
+    """List the MoE blocks of MODEL with their MoeSpec and bytes, or explain one place.
 
+    Exit codes: 0, 2 wrong usage (nothing is called NODE, say), 1 any other error.
+    """
+    from hina_ort.files import UsageError
+    from hina_ort.inspection import Inspection, explain_node, inspect_model
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _clear_errors():
-        found = inspect_model(model)
+        if explain is not None and html is not None:
+            raise UsageError("--explain and --html do not go together; run inspect once with each")
+        found = inspect_model(model, html=html) if explain is None else explain_node(model, explain)
     if as_json:
         _print_json(found.to_dict())
-    else:
-        from hina_ort.tables import show_inspection
+    elif not quiet:
+        from hina_ort.tables import show_explanation, show_inspection
 
-        show_inspection(found)
+        if isinstance(found, Inspection):
+            show_inspection(found)
+        else:
+            show_explanation(found)
 
 
 @app.command()
@@ -215,7 +240,9 @@ def _clear_errors() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    from hina_ort.tables import printable
+
+    typer.echo(f"error: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 

@@ -19,6 +19,8 @@ import onnx_ir as ir
 from graph_passes import external_data
 from graph_passes.accuracy import relative_l2
 from graph_passes.cut import to_ort
+from hina_ort.files import Progress
+from hina_ort.genai import axis_sizes
 from hina_ort.session import session_options
 
 Array = npt.NDArray[Any]
@@ -38,6 +40,34 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of symbolic axes: sequences, new tokens of each, and cached ones."""
+
+    batch: int
+    tokens: int
+    past: int
+
+    def of(self, axis: str) -> int | None:
+        """The size of an axis by what its name says; None when that is nothing known."""
+        words = {"batch": self.batch, "total": self.past + self.tokens, "past": self.past, "sequence": self.tokens}
+        return next((size for word, size in words.items() if word in axis), None)
+
+
+FULL = (
+    Sizes(1, 7, 0),
+    Sizes(1, 1, 0),
+    Sizes(1, 1, 6),
+    Sizes(1, 33, 3),
+    Sizes(2, 1, 5),
+    Sizes(2, 4, 0),
+    Sizes(3, 5, 2),
+    Sizes(3, 1, 1),
+)
+"""The runs of a full check: one sequence and more, one token and more, with nothing cached and with something."""
+
 _VIEWS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
@@ -51,8 +81,24 @@ class Comparison:
     outputs: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """Sizes that could not be compared, because the original model does not run with them, and what it said."""
+
+    sizes: dict[str, int]
+    reason: str
+
+
 class CheckError(Exception):
     """Two models cannot be compared, or differ; the message says where."""
+
+
+class _RunError(CheckError):
+    """ONNX Runtime does not load or run the model `path`."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"ONNX Runtime cannot run {path}: {reason}")
+        self.path = path
 
 
 class _Model:
@@ -76,7 +122,7 @@ class _Model:
         try:
             yield
         except Exception as error:  # the exceptions of ONNX Runtime have no base class of their own
-            raise CheckError(f"ONNX Runtime cannot run {self.path}: {error}") from error
+            raise _RunError(self.path, str(error)) from error
 
 
 def _from_ort(value: Any) -> Array:
@@ -89,41 +135,99 @@ def _from_ort(value: Any) -> Array:
     return bits.view(ml_dtypes.bfloat16)
 
 
-def compare_models(
-    original: Path, fused: Path, runs: int, progress: Callable[[str, int, int], None] | None = None
-) -> list[Comparison]:
+class _Pair:
+    """Two models to be compared, and what their inputs of ids may hold."""
+
+    def __init__(self, original: Path, converted: Path) -> None:
+        self.original, self.converted = _Model(original), _Model(converted)
+        self._limits = _id_limits(external_data.load(original))
+        self._fixed = axis_sizes(original.parent)
+
+    def inputs(self, seed: int, wanted: Sizes | None = None) -> tuple[dict[str, Array], dict[str, int]]:
+        """Inputs for both, and the sizes of their symbolic axes."""
+        signature = self.original.session.get_inputs()
+        return random_inputs(signature, self._limits, np.random.default_rng(seed), wanted, self._fixed)
+
+    def compare(self, inputs: dict[str, Array], sizes: dict[str, int]) -> Comparison:
+        """Run both; CheckError when one does not run."""
+        names = [output.name for output in self.original.session.get_outputs()]
+        pairs = zip(names, self.original.run(names, inputs), self.converted.run(names, inputs), strict=True)
+        outputs = {name: relative_l2(a, b) for name, a, b in pairs}
+        worst = max(outputs, key=lambda name: outputs[name])
+        return Comparison(sizes, worst, outputs[worst], outputs)
+
+
+def compare_models(original: Path, converted: Path, runs: int, progress: Progress | None = None) -> list[Comparison]:
     """Run both models `runs` times on the same random inputs, batch, past and token counts varied.
 
     Raises CheckError when ONNX Runtime cannot run a model or an input cannot be made up (unknown type), and
     FileNotFoundError when the compiled library is missing.
     """
-    one, other = _Model(original), _Model(fused)
-    limits = _id_limits(external_data.load(original))
-    results = []
+    pair, results = _Pair(original, converted), []
     for run in range(runs):
-        random = np.random.default_rng(run)
-        inputs, sizes = random_inputs(one.session.get_inputs(), limits, random)
-        names = [output.name for output in one.session.get_outputs()]
-        pairs = zip(names, one.run(names, inputs), other.run(names, inputs), strict=True)
-        outputs = {name: relative_l2(a, b) for name, a, b in pairs}
-        worst = max(outputs, key=lambda name: outputs[name])
-        results.append(Comparison(sizes, worst, outputs[worst], outputs))
+        try:
+            results.append(pair.compare(*pair.inputs(run)))
+        except _RunError as error:
+            hint = "; --check full leaves out what it cannot run with" if error.path == original else ""
+            raise CheckError(f"{error}{hint}") from error
         if progress is not None:
             progress("checking", run + 1, runs)
     return results
 
 
+def compare_in_full(
+    original: Path, converted: Path, progress: Progress | None = None
+) -> tuple[list[Comparison], list[Skipped]]:
+    """Run both models once with each of the FULL sizes; sizes that `original` itself does not run with are skipped.
+
+    Raises what `compare_models` does, and CheckError when `original` runs with none of them.
+    """
+    pair, results, skipped = _Pair(original, converted), [], []
+    for run, wanted in enumerate(FULL):
+        inputs, sizes = pair.inputs(run, wanted)
+        try:
+            results.append(pair.compare(inputs, sizes))
+        except _RunError as error:
+            if error.path != original:
+                raise
+            skipped.append(Skipped(sizes, str(error)))
+        if progress is not None:
+            progress("checking", run + 1, len(FULL))
+    if not results:
+        raise CheckError(skipped[0].reason)
+    return results, skipped
+
+
 def random_inputs(
-    signature: list[Any], limits: Mapping[str, int], random: np.random.Generator
+    signature: list[Any],
+    limits: Mapping[str, int],
+    random: np.random.Generator,
+    wanted: Sizes | None = None,
+    fixed: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Array], dict[str, int]]:
     """Make one set of inputs for `signature` (`InferenceSession.get_inputs()`); return it with the sizes chosen.
 
-    Symbolic axes that share a name share a size. Integer inputs become token ids below their entry in `limits`,
-    attention masks of ones, or positions that follow the cached ones; float inputs are standard normal. Raises
-    CheckError for a type without random values.
+    Symbolic axes that share a name share a size, random or as `wanted` or `fixed`; a `total` one is past and new
+    tokens, and the first axis of ids, masks and caches is the batch, whatever it is called: exporters may name it anew.
+    Integer inputs become token ids below their entry in `limits`, attention masks of ones, or positions that follow the
+    cached ones; float inputs are standard normal. Raises CheckError for a type without random values.
     """
     sizes: dict[str, int] = {}
-    shapes = {arg.name: tuple(_size(axis, sizes, random) for axis in arg.shape) for arg in signature}
+    common = wanted or Sizes(*(int(random.integers(1, high)) for high in (3, 9, 9)))
+
+    def choose(axis: str) -> int:
+        known = (fixed or {}).get(axis, common.of(axis))
+        return known if known is not None else common.tokens if wanted else int(random.integers(1, 9))
+
+    def choose_first(axis: str) -> int:
+        known = common.of(axis)
+        return known if known is not None else common.batch
+
+    shapes = {}
+    for arg in signature:
+        flat = len(arg.shape) < 2 or (len(arg.shape) == 2 and "float" in arg.type)  # a row of features for each token
+        first = choose if flat else choose_first
+        shapes[arg.name] = tuple(_size(axis, sizes, choose if index else first) for index, axis in enumerate(arg.shape))
     total = max((shape[-1] for name, shape in shapes.items() if "attention_mask" in name and shape), default=0)
     inputs: dict[str, Array] = {}
     for arg in signature:
@@ -143,30 +247,30 @@ def random_inputs(
     return inputs, sizes
 
 
-def _size(axis: int | str | None, sizes: dict[str, int], random: np.random.Generator) -> int:
+def _size(axis: int | str | None, sizes: dict[str, int], choose: Callable[[str], int]) -> int:
     """Size of one axis; a name not seen before gets one, an expression such as `past + new` is computed."""
     if isinstance(axis, int):
         return axis
     if axis is None:
-        return int(random.integers(1, 4))
+        return choose("")
     try:
         tree: ast.expr = ast.parse(axis, mode="eval").body
     except SyntaxError:
         tree = ast.Name(axis)
-    return _evaluate(tree, axis, sizes, random)
+    return _evaluate(tree, axis, sizes, choose)
 
 
-def _evaluate(tree: ast.expr, text: str, sizes: dict[str, int], random: np.random.Generator) -> int:
+def _evaluate(tree: ast.expr, text: str, sizes: dict[str, int], choose: Callable[[str], int]) -> int:
     match tree:
         case ast.Constant(value=int(number)):
             return number
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            one, other = (_evaluate(side, text, sizes, random) for side in (left, right))
+            one, other = (_evaluate(side, text, sizes, choose) for side in (left, right))
             return _OPERATORS[type(op)](one, other)
         case _:
             name = tree.id if isinstance(tree, ast.Name) else text
             if name not in sizes:
-                sizes[name] = int(random.integers(1, 3 if "batch" in name else 9))
+                sizes[name] = choose(name)
             return sizes[name]
 
 

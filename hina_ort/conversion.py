@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from graph_passes import external_data
-from graph_passes.matchers.match import Miss
-from graph_passes.moe_node import is_hina_moe, spec_of
+from graph_passes.explain import Place, describe, describe_node
+from graph_passes.matchers.match import Miss, MoeMatch
+from graph_passes.moe_node import inlined, is_hina_moe, spec_of
 from graph_passes.pipeline import FusedBlock, fuse_model
+from graph_passes.probe import ProbeResult
 from graph_passes.quantize.rewrite import convert_weights
-from hina_ort.comparison import CheckError, Comparison, compare_models
+from hina_ort.comparison import CheckError, Comparison, Skipped, compare_in_full, compare_models
 from hina_ort.files import (
+    MODEL_NAME,
     DataFile,
+    Paths,
     Progress,
     UsageError,
+    blaming,
     copy_side_files,
     external_bytes,
     refuse_weights_as_target,
@@ -27,6 +32,7 @@ from hina_ort.files import (
     use_of_files,
     writing,
 )
+from hina_ort.genai import GenaiFolder, dropped_experts, hint
 from hina_ort.weight_options import weight_types
 from hina_ort.weights import LayerBytes, NodeWeights, weights_by_layer, without_effect
 
@@ -41,7 +47,8 @@ class ConversionReport:
     rest be fused or converted then. `already_fused` counts HinaMoE nodes that SRC held before. `bytes_after` is None
     unless a model was written; of the data files of SRC that it `reads` still, only its tensors count. `weights` has
     the nodes whose weights were converted, or on a dry run would be; it is empty when that was not asked for, or
-    `stopped`. `without_effect` says in words what was asked for about weights and changed nothing.
+    `stopped`. `without_effect` says in words what was asked for about weights and changed nothing, and `genai` what
+    was done, or is to be done, for onnxruntime-genai.
     """
 
     source: str
@@ -60,6 +67,9 @@ class ConversionReport:
     weights: list[NodeWeights]
     without_effect: list[str]
     checks: list[Comparison]
+    checks_skipped: list[Skipped]
+    genai: list[str]
+    html: str | None
     seconds: float
     peak_rss_bytes: int
 
@@ -86,11 +96,14 @@ class ConversionReport:
                     "spec": block.spec.to_dict(),
                     "worst_relative_l2": block.worst_relative_l2,
                     "bytes": block.bytes,
+                    "note": block.note,
                 }
                 for block in self.fused
             ],
             "proven": len(self.proven),
-            "refused": [{"node": miss.name, "reason": miss.reason} for miss in self.refused],
+            "refused": [
+                {"node": miss.name, "reason": miss.reason, "family": miss.family or None} for miss in self.refused
+            ],
             "already_fused": self.already_fused,
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
@@ -103,6 +116,9 @@ class ConversionReport:
             "weights": [node.to_dict() for node in self.weights],
             "without_effect": self.without_effect,
             "checks": [asdict(check) for check in self.checks],
+            "checks_skipped": [asdict(skipped) for skipped in self.checks_skipped],
+            "genai": self.genai,
+            "html": self.html,
             "seconds": self.seconds,
             "peak_rss_bytes": self.peak_rss_bytes,
         }
@@ -118,18 +134,24 @@ def convert(
     shared_weights: str | None = None,
     accuracy_level: int | None = None,
     dry_run: bool = False,
-    check: int = 0,
+    check: int | str = 0,
     rtol: float = RTOL,
     partial: bool = False,
     overwrite: bool = False,
+    html: str | os.PathLike[str] | None = None,
+    genai: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Fuse the MoE blocks of the model `src` (a file, or a folder with model.onnx) and write the result to `dst`.
 
     A folder is converted into a folder; its tokenizer and configuration files are copied along. Each block is proven
     to agree within `rtol` (relative L2) before it is replaced; `check` whole-model runs on random inputs are compared
-    too. Nothing is written on a dry run, when there is nothing to do, or when a block was refused and `partial` is
-    false. An error or an interrupt leaves no half-written file.
+    too, or with `check="full"` one for each of `comparison.FULL`. `html` names a page about the blocks to write, on a
+    dry run too. No model is written on a dry run, when there is nothing to do, or when a block was refused and
+    `partial` is false. An error or an interrupt leaves no half-written file.
+
+    `genai` is for a folder of onnxruntime-genai: its decoder, whatever the file's name, is converted, the other models
+    are copied along, and DST gets the library of HinaMoE and a genai_config.json that names it.
 
     `weights` is what the experts' projections become, in blocks that were fused now or before: keep, f32, f16, bf16,
     int8, int4 or mxfp4; `shared_weights` that of shared experts (default: the same). `block` is the number of weights
@@ -138,29 +160,40 @@ def convert(
     floats (default: unchanged, 0 in new nodes). When weights or activations have other types afterwards, `check`
     reports differences but allows them, unless an output is not finite any more.
 
-    Raises UsageError for contradicting arguments, ModelFileError for a model that cannot be read, FileExistsError
-    when `dst` exists and `overwrite` is false, WeightError for weights that cannot be converted, CheckError when a
-    check fails, OSError when `dst` cannot be written.
+    Raises UsageError for contradicting arguments, ModelFileError for a model or genai_config.json that cannot be read,
+    FileExistsError when `dst` exists and `overwrite` is false, WeightError for weights that cannot be converted,
+    CheckError when a check fails, OSError when `dst` cannot be written.
     """
     start = time.perf_counter()
     report_stage = progress or (lambda stage, done, total: None)
-    if check < 0 or not 0 < rtol < 1:
-        raise UsageError(f"--check is {check} and --rtol is {rtol}, expected --check >= 0 and 0 < --rtol < 1")
+    if not (check == "full" or (isinstance(check, int) and check >= 0)):
+        raise UsageError(f"--check is {check}, expected a number of runs or full")
+    if not 0 < rtol < 1:
+        raise UsageError(f"--rtol is {rtol}, expected a number between 0 and 1")
     try:
         types = weight_types(weights, block, symmetric, shared_weights, accuracy_level)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    paths = resolve(Path(src), Path(dst), overwrite)
+    genai_folder = GenaiFolder.read(Path(src)) if genai else None
+    paths = resolve(Path(src), Path(dst), overwrite, genai_folder.model_name if genai_folder else MODEL_NAME)
+    page = None if html is None else _Page(Path(html), paths, dry_run)
 
     report_stage("reading", 0, 1)
     model = external_data.load(paths.source)
     data_files = set(external_bytes(model))
     refuse_weights_as_target(paths, data_files)
     bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
-    already_fused = sum(is_hina_moe(node) for node in model.graph.all_nodes())
+    in_functions = (node for function in model.functions.values() for node in function.all_nodes())
+    already_fused = sum(is_hina_moe(node) for node in (*model.graph.all_nodes(), *in_functions))
     report_stage("reading", 1, 1)
 
-    fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage)
+    if page is not None:
+        page.places += [describe_node(node, pictures=True) for node in model.graph.all_nodes() if is_hina_moe(node)]
+    watch = None if page is None else page.add
+    with blaming(paths.source):
+        fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage, watch=watch)
+    if not (fusion.found or fusion.refused or already_fused):
+        fusion = replace(fusion, refused=dropped_experts(paths.source.parent, paths.source.name))
     refused = bool(fusion.refused) and not partial
     changes = [] if types.keep_all or refused else convert_weights(model, types, report_stage)
     if accuracy_level is not None and changes and not any(spec_of(change.node).formats for change in changes):
@@ -172,7 +205,7 @@ def convert(
         written=None,
         proven=fusion.found,
         fused=fusion.fused,
-        refused=fusion.refused,
+        refused=[replace(miss, node=None, place=None) for miss in fusion.refused],  # they hold the whole graph
         stopped=refused and bool(fusion.found or (already_fused and not types.keep_all)),
         already_fused=already_fused,
         nodes_before=fusion.nodes_before,
@@ -180,10 +213,13 @@ def convert(
         bytes_before=bytes_before,
         bytes_after=None,
         reads=[],
-        layers=weights_by_layer(model),
+        layers=weights_by_layer(inlined(model)),
         weights=[NodeWeights.of(change) for change in changes],
         without_effect=without_effect(changes, types, shared_asked=shared_weights not in (None, weights)),
         checks=[],
+        checks_skipped=[],
+        genai=[],
+        html=None if html is None else str(html),
         seconds=0.0,
         peak_rss_bytes=0,
     )
@@ -195,14 +231,53 @@ def convert(
             report = replace(report, written=str(dst), bytes_after=bytes_after, reads=reads, weights=saved)
             if paths.folder is not None:
                 copy_side_files(paths.source, target.parent, data_files)
+            if genai_folder is not None:
+                report = replace(report, genai=genai_folder.complete(model, target))
+            elif paths.folder is not None:
+                report = replace(report, genai=hint(paths.source.parent))
             if check:
-                report = replace(report, checks=compare_models(paths.source, target, check, report_stage))
+                report = _checked(report, paths.source, target, check, report_stage)
                 _require_agreement(report, rtol)
+            if page is not None:
+                page.write(report)
+    elif page is not None:
+        page.write(report)
     return replace(
         report,
         seconds=time.perf_counter() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+class _Page:
+    """The page that --html asked for: `places` are collected while the graph is as it was."""
+
+    def __init__(self, file: Path, paths: Paths, dry_run: bool) -> None:
+        from hina_ort.html_report import check_target
+
+        check_target(file, paths.source, paths.destination)
+        self.places: list[Place] = []
+        self._file, self._dry_run = file, dry_run
+
+    def add(self, found: MoeMatch | Miss, outcome: ProbeResult | None) -> None:
+        """Describe what was found, and what its proof gave."""
+        self.places.append(describe(found, outcome, pictures=True))
+
+    def write(self, report: ConversionReport) -> None:
+        """Write the page."""
+        from hina_ort.html_report import conversion_page, write
+
+        write(self._file, conversion_page(report, self.places, dry_run=self._dry_run))
+
+
+def _checked(
+    report: ConversionReport, source: Path, target: Path, check: int | str, progress: Progress
+) -> ConversionReport:
+    """`report` with the comparisons of both models, `check` of them or a full set."""
+    if isinstance(check, int):
+        return replace(report, checks=compare_models(source, target, check, progress))
+    checks, skipped = compare_in_full(source, target, progress)
+    return replace(report, checks=checks, checks_skipped=skipped)
 
 
 def _require_agreement(report: ConversionReport, rtol: float) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from graph_passes import external_data
@@ -42,23 +43,45 @@ class Paths:
     folder: Path | None
 
 
-def find_model(path: Path) -> Path:
-    """The model file that `path` names: itself, or model.onnx in a folder. ModelFileError when there is none."""
+def find_model(path: Path, name: str = MODEL_NAME) -> Path:
+    """The model file that `path` names: itself, or `name` in a folder. ModelFileError when there is none."""
     if path.is_dir():
-        model = path / MODEL_NAME
+        model = path / name
         if not model.exists():
-            raise ModelFileError(f"the folder {path} holds no {MODEL_NAME}; name the model file itself")
+            raise ModelFileError(f"the folder {path} holds no {name}; name the model file itself")
         return model
     if not path.exists():
         raise ModelFileError(f"{path} does not exist")
     return path
 
 
-def resolve(src: Path, dst: Path, overwrite: bool) -> Paths:
-    """Where to read and write; UsageError, ModelFileError or an OSError that says what is wrong with SRC or DST."""
-    source = find_model(src)
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with the graph of the model `path` into a ModelFileError: ONNX's objection, if it has one."""
+    try:
+        yield
+    except (UsageError, ModelFileError, OSError, MemoryError):
+        raise
+    except Exception as error:  # an invalid graph can fail anywhere
+        try:
+            onnx.checker.check_model(os.fspath(path))
+            reason = f"{type(error).__name__}: {error}"
+        except Exception as problem:  # protobuf's and ONNX's own errors
+            reason = str(problem)
+        first = next(iter(reason.strip().splitlines()), type(error).__name__)
+        raise ModelFileError(
+            f"{path} cannot be read as a graph: {first}; check that ONNX Runtime loads it, and report it if it does"
+        ) from error
+
+
+def resolve(src: Path, dst: Path, overwrite: bool, model_name: str = MODEL_NAME) -> Paths:
+    """Where to read and write; UsageError, ModelFileError or an OSError that says what is wrong with SRC or DST.
+
+    A folder's model is called `model_name`.
+    """
+    source = find_model(src, model_name)
     folder = dst if src.is_dir() else None
-    destination = dst / MODEL_NAME if folder else dst
+    destination = dst / model_name if folder else dst
     for one, other in ((src, dst), (source, destination)):
         if one.resolve() == other.resolve() or (other.exists() and one.samefile(other)):
             raise UsageError(f"SRC and DST are the same, {dst}; name another DST")
@@ -67,6 +90,8 @@ def resolve(src: Path, dst: Path, overwrite: bool) -> Paths:
     if not folder and dst.is_dir():
         raise UsageError(f"SRC {src} is a file, so DST {dst} must be a file too; it is a folder")
     for path in (dst,) if folder else (dst, external_data.data_path(dst)):
+        if path.exists() and not (path.is_file() or folder):
+            raise UsageError(f"DST {path} is a device or a pipe, which would be replaced; name a file")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists already; pass --overwrite (overwrite=True) to replace it")
     home = dst if dst.is_dir() else dst.absolute().parent
@@ -95,14 +120,17 @@ def writing(paths: Paths) -> Iterator[Path]:
             yield paths.destination
         return
     with staging_folder(paths.folder) as staged:
-        yield staged / MODEL_NAME
-        publish(staged, paths.folder, last=MODEL_NAME)
+        name = paths.destination.name
+        yield staged / name
+        publish(staged, paths.folder, last=name)
 
 
 def copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:
     """Copy the files beside `source` (tokenizer, configuration) into `folder`; models and their weights are not."""
     for path in source.parent.iterdir():
-        if path.is_file() and ".onnx" not in path.name and path.resolve() not in data_files:
+        if path.name == source.name or ".onnx" in path.name:
+            continue
+        if path.is_file() and path.resolve() not in data_files:
             shutil.copyfile(path, folder / path.name)
 
 

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from graph_passes import external_data
-from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
+from graph_passes.explain import Explanation, Place, describe, describe_node, explain
+from graph_passes.moe_node import inlined, is_hina_moe
 from graph_passes.moe_spec import MoeSpec
+from graph_passes.names import NamingError
 from graph_passes.pipeline import find_blocks
-from hina_ort.files import find_model
+from hina_ort.files import UsageError, blaming, find_model
 
 
 @dataclass(frozen=True)
 class Block:
     """One MoE block. `state` is "fused" (a HinaMoE node), "recognised" or "refused", which alone has a `reason`.
 
-    `family` is the export family of a recognised block; `bytes` are those of its expert weights.
+    `family` is the export family that was recognised, or tried; `bytes` are those of the expert weights.
     """
 
     node: str
@@ -30,6 +29,12 @@ class Block:
     spec: MoeSpec | None = None
     bytes: int | None = None
     reason: str | None = None
+
+    @classmethod
+    def of(cls, place: Place) -> Block:
+        """The block in short."""
+        size = place.bytes if place.spec is not None else None
+        return cls(place.node, place.state, place.family, place.spec, size, place.reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -50,32 +55,41 @@ class Inspection:
         return {**vars(self), "blocks": [block.to_dict() for block in self.blocks]}
 
 
-def inspect_model(path: str | os.PathLike[str]) -> Inspection:
-    """List the MoE blocks of the model `path` (a file, or a folder with model.onnx).
+def inspect_model(path: str | os.PathLike[str], *, html: str | os.PathLike[str] | None = None) -> Inspection:
+    """List the MoE blocks of the model `path` (a file, or a folder with model.onnx); `html` names a page to write.
 
-    Raises ModelFileError when it cannot be read.
+    Raises ModelFileError when the model cannot be read, UsageError or OSError when the page cannot be written.
+    """
+    source = find_model(Path(path))
+    if html is not None:
+        from hina_ort.html_report import check_target, inspection_page, write
+
+        check_target(Path(html), source)
+    model = external_data.load(source)
+    count = sum(1 for graph in (model.graph, *(f.graph for f in model.functions.values())) for _ in graph.all_nodes())
+    model = inlined(model)
+    nodes = list(model.graph.all_nodes())
+    constants = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]
+    size = sum(constant.nbytes for constant in constants if constant is not None)
+    places = [describe_node(node, pictures=html is not None) for node in nodes if is_hina_moe(node)]
+    with blaming(source):
+        places += [describe(item, pictures=html is not None) for item in find_blocks(model)]
+    found = Inspection(str(source), count, size, [Block.of(place) for place in places])
+    if html is not None:
+        write(Path(html), inspection_page(found, places))
+    return found
+
+
+def explain_node(path: str | os.PathLike[str], node: str) -> Explanation:
+    """Describe the MoE blocks of the model `path` that `node` (a node, a value or a module) is part of, or near to.
+
+    Raises ModelFileError when the model cannot be read, and UsageError, with similar names, when nothing or several
+    modules are called `node`.
     """
     source = find_model(Path(path))
     model = external_data.load(source)
-    nodes = list(model.graph.all_nodes())
-    constants = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]
-    blocks = [_fused(node) for node in nodes if is_hina_moe(node)]
-    blocks += [_found(item) for item in find_blocks(model)]
-    return Inspection(str(source), len(nodes), sum(c.nbytes for c in constants if c is not None), blocks)
-
-
-def _fused(node: ir.Node) -> Block:
-    name = node.name or "HinaMoE without a name"
-    try:
-        tensors = [value.const_value for values in weights_of(node).values() for value in values]
-        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return Block(name, "fused", spec=spec_of(node), bytes=size)
-    except ValueError as error:
-        return Block(name, "refused", reason=f"this HinaMoE node is not valid: {error}")
-
-
-def _found(item: MoeMatch | Miss) -> Block:
-    if isinstance(item, Miss):
-        return Block(item.name, "refused", reason=item.reason)
-    size = sum(source.nbytes for sources in item.weights.values() for source in sources)
-    return Block(item.name, "recognised", family=item.family, spec=item.spec, bytes=size)
+    with blaming(source):
+        try:
+            return explain(model, node)
+        except NamingError as error:
+            raise UsageError(f"--explain: {error}") from error

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from typing import Any
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from graph_passes.explain import Explanation, NodeView, Place
 from graph_passes.pipeline import FusedBlock
 from hina_ort.conversion import ConversionReport
 from hina_ort.inspection import Inspection
 from hina_ort.weights import NodeWeights
+
+
+def printable(words: object) -> str:
+    """`words` without what cannot be seen, turns the direction of text, or steers a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t " else "\ufffd" for c in str(words))
+
+
+def escape(words: str) -> str:
+    """`words` for a console."""
+    return markup.escape(printable(words))
 
 
 def size(count: int | float | None) -> str:
@@ -36,8 +49,12 @@ def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
             f"weights each, worst relative L2 {worst:.1e}",
             highlight=False,
         )
+    for block in report.proven:
+        if block.note:
+            console.print(escape(f"{block.name}: {block.note}"), highlight=False, soft_wrap=True)
     for miss in report.refused:
         console.print(f"[yellow]not fused[/] {escape(miss.name)}: {escape(miss.reason)}", highlight=False)
+    _show_hint(console, report.source, [miss.name for miss in report.refused if miss.family])
     _show_layers(console, report)
     _show_weights(console, report.weights)
     for line in (*_activations(report.weights), *report.without_effect):
@@ -48,10 +65,14 @@ def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
     console.print(table)
     _show_checks(console, report)
     console.print(f"{report.seconds:.1f} s, peak memory {size(report.peak_rss_bytes)}", highlight=False)
+    for line in report.genai:
+        console.print(escape(line), highlight=False, soft_wrap=True)
     for data in report.reads:
         text = f"{report.written} still reads {size(data.bytes)} of {data.file}; keep it"
         console.print(escape(text), highlight=False, soft_wrap=True)
-    console.print(_outcome(report, dry_run), highlight=False, soft_wrap=True)
+    if report.html:
+        console.print(f"wrote {escape(report.html)}", highlight=False, soft_wrap=True)
+    console.print(escape(outcome(report, dry_run)), highlight=False, soft_wrap=True)
 
 
 def _alike(blocks: list[FusedBlock]) -> dict[str, list[FusedBlock]]:
@@ -105,6 +126,9 @@ def _show_checks(console: Console, report: ConversionReport) -> None:
         return
     worst = max(check.relative_l2 for check in report.checks)
     text = f"checked on {len(report.checks)} random inputs: worst relative L2 {worst:.1e}"
+    for skipped in report.checks_skipped:
+        sizes = ", ".join(f"{name} {number}" for name, number in skipped.sizes.items())
+        console.print(escape(f"not checked with {sizes}: {skipped.reason}"), highlight=False, soft_wrap=True)
     if report.must_agree:
         console.print(text)
         return
@@ -115,14 +139,15 @@ def _show_checks(console: Console, report: ConversionReport) -> None:
     console.print(table)
 
 
-def _outcome(report: ConversionReport, dry_run: bool) -> str:
+def outcome(report: ConversionReport, dry_run: bool) -> str:
+    """Whether a model was written, and why if not."""
     if report.written:
-        return f"wrote {escape(report.written)}"
+        return f"wrote {report.written}"
     if report.stopped:
         return "nothing was written, because a block was refused; --partial goes on with the rest"
     if not (report.proven or report.refused or report.weights):
         already = f"; it holds {report.already_fused} HinaMoE nodes already" if report.already_fused else ""
-        return f"nothing was written: no MoE block to fuse in {escape(report.source)}{already}"
+        return f"nothing was written: no MoE block to fuse in {report.source}{already}"
     return (
         "nothing was written: this was a dry run"
         if dry_run and (report.fused or report.weights)
@@ -135,13 +160,81 @@ def show_inspection(found: Inspection) -> None:
     console = Console()
     console.print(f"{escape(found.model)}: {found.nodes} nodes, {size(found.weight_bytes)} of weights", soft_wrap=True)
     if not found.blocks:
-        console.print("no MoE blocks found")
+        console.print("no MoE blocks found; --explain NODE says what the patterns look for at a node")
         return
     for block in found.blocks:
         text = block.spec.summary() if block.spec else block.reason or ""
         weights = "" if block.bytes is None else f"; {size(block.bytes)} of expert weights"
         family = f" ({block.family})" if block.family else ""
         console.print(f"[bold]{block.state}[/]{family} {escape(block.node)}: {escape(text)}{weights}", highlight=False)
+    _show_hint(console, found.model, [block.node for block in found.blocks if block.state == "refused"])
+
+
+def _show_hint(console: Console, model: str, refused: list[str]) -> None:
+    """Say how to see where a pattern broke."""
+    if refused:
+        command = explain_command(model, refused[0])
+        console.print(f"where its pattern broke: {escape(command)}", highlight=False, soft_wrap=True)
+
+
+def explain_command(model: str, node: str) -> str:
+    """The command that shows where the pattern of a refused block broke."""
+    return f"hina-ort inspect {shlex.quote(model)} --explain {shlex.quote(node)}"
+
+
+def show_explanation(found: Explanation) -> None:
+    """Print what the matchers make of a place."""
+    console = Console()
+    several = " and other nodes" if len(found.nodes) > 1 else ""
+    here = f"{found.nodes[0]}{several}" if found.nodes else found.asked
+    if found.distance is None:
+        where = "is near no MoE block; these patterns are known:"
+    elif found.distance:
+        where = f"is part of no MoE block; the nearest is {found.distance} nodes away"
+    else:
+        looks = "what looks like " if found.places[0].state == "refused" else ""
+        where = f"{'are' if several else 'is'} part of {looks}a MoE block"
+    console.print(f"{escape(here)} {where}", highlight=False, soft_wrap=True)
+    for family, words in found.patterns.items():
+        console.print(f"  {family}: {escape(words)}", highlight=False, soft_wrap=True)
+    for place in found.places:
+        for line in _place(place):
+            console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _place(place: Place) -> Iterator[str]:
+    """A block, or where its pattern broke, line by line."""
+    family = f" ({place.family})" if place.family else ""
+    yield f"{place.state}{family} {place.node}{f': {place.spec.summary()}' if place.spec else ''}"
+    if place.reason:
+        yield f"  reason: {place.reason}"
+    if place.note:
+        yield f"  note: {place.note}"
+    for step in place.steps:
+        yield f"  recognised {step}"
+    if place.broke_at is not None:
+        yield f"  where it broke: {place.broke_at.op_type} {place.broke_at.name}"
+        yield from _node(place.broke_at, "    ")
+    for stored in (*place.constants, *place.weights):
+        several = f" and {stored.count - 1} more" if stored.count > 1 else ""
+        yield f"  {stored.field}: {stored.tensor}{several}, {stored.type} {stored.shape}, {size(stored.bytes)}"
+    if place.proof is not None and place.proof.proven:
+        yield f"  proven: worst relative L2 {place.proof.worst_relative_l2:.1e}"
+
+
+def _node(node: NodeView, indent: str) -> Iterator[str]:
+    """What a node reads and gives, and what reads that."""
+    for value in node.inputs:
+        maker = f" from {value.producer.op_type} {value.producer.name}" if value.producer else ""
+        yield f"{indent}reads {value.name}: {value.describe()}{maker}"
+        if value.producer is not None:
+            yield from _node(value.producer, indent + "  ")
+    for value in node.outputs:
+        yield f"{indent}gives {value.name}: {value.describe()}"
+    for reader in node.readers:
+        yield f"{indent}read by {reader}"
+    if node.left_out:
+        yield f"{indent}and {node.left_out} more"
 
 
 def show_diagnosis(found: dict[str, Any]) -> None:

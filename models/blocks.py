@@ -22,6 +22,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": INTERMEDIATE,
     "moe_intermediate_size": INTERMEDIATE,
     "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
     "num_experts_per_tok": TOP_K,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -53,6 +54,8 @@ class Block:
     settings: Mapping[str, Any] = field(default_factory=dict)
     spec: Mapping[str, Any] = field(default_factory=dict)
     constants: tuple[str, ...] = ("router_weight",)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the block's constructor takes beside the configuration."""
 
 
 _BIASED = ("router_weight", "e_score_correction_bias")
@@ -174,28 +177,152 @@ BLOCKS: dict[str, Block] = {
     ),
 }
 
+OTHERS: dict[str, Block] = {
+    "dbrx": Block(
+        "DbrxFFN",
+        "DbrxConfig",
+        {
+            "d_model": HIDDEN,
+            "ffn_config": {
+                "ffn_hidden_size": INTERMEDIATE,
+                "moe_num_experts": EXPERTS,
+                "moe_top_k": TOP_K,
+                "ffn_act_fn": {"name": "silu"},
+            },
+        },
+    ),
+    "glm4v_moe": Block("Glm4vMoeTextMoE", "Glm4vMoeTextConfig", _UNGROUPED),
+    "granitemoeshared": Block("GraniteMoeSharedMoE", "GraniteMoeSharedConfig"),
+    "jetmoe": Block("JetMoeMoE", "JetMoeConfig"),
+    "llama4": Block("Llama4TextMoe", "Llama4TextConfig"),
+    "longcat_flash": Block(
+        "LongcatFlashMoE",
+        "LongcatFlashConfig",
+        {"n_routed_experts": EXPERTS, "expert_ffn_hidden_size": INTERMEDIATE, "zero_expert_num": 4, "moe_topk": TOP_K},
+    ),
+    "nllb_moe": Block(
+        "NllbMoeSparseMLP",
+        "NllbMoeConfig",
+        {"d_model": HIDDEN, "encoder_ffn_dim": INTERMEDIATE, "expert_capacity": 64},
+        arguments={"ffn_dim": INTERMEDIATE},
+    ),
+    "switch_transformers": Block(
+        "SwitchTransformersSparseMLP", "SwitchTransformersConfig", {"d_model": HIDDEN, "d_ff": INTERMEDIATE}
+    ),
+}
+"""Blocks that have no batched_mm form of their own, or that are near copies of a row of `BLOCKS`."""
 
-def expected_spec(architecture: str) -> MoeSpec:
-    """The MoeSpec that fusing the block of `architecture` must give."""
+_ANY: dict[str, Any] = {
+    **_UNGROUPED,
+    "first_k_dense_replace": 0,
+    "moe_k": TOP_K,
+    "moe_num_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_topk": TOP_K,
+    "num_experts_per_token": TOP_K,
+    "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 48,
+}
+"""The names that newer architectures give to the same settings; each reads its own."""
+
+OTHERS["muse_spark"] = Block("MuseSparkMoE", "MuseSparkTextConfig", {**_ANY, "moe_hidden_size": HIDDEN})
+OTHERS |= {
+    architecture: Block(block, config, _ANY)
+    for architecture, block, config in (
+        ("afmoe", "AfmoeSparseMoeBlock", "AfmoeConfig"),
+        ("axk1", "AXK1MoE", "AXK1Config"),
+        ("axk2", "AXK2MoE", "AXK2Config"),
+        ("beam", "BeamMoE", "BeamConfig"),
+        ("deepseek_ocr2", "DeepseekOcr2TextMoe", "DeepseekOcr2TextConfig"),
+        ("deepseek_v32", "DeepseekV32MoE", "DeepseekV32Config"),
+        ("dots3_note", "Dots3NoteTextMoE", "Dots3NoteTextConfig"),
+        ("exaone_moe", "ExaoneMoeSparseMoEBlock", "ExaoneMoeConfig"),
+        ("flint", "FlintSparseMoeBlock", "FlintConfig"),
+        ("glm4_moe_lite", "Glm4MoeLiteMoE", "Glm4MoeLiteConfig"),
+        ("glm5_next", "Glm5NextTextMoE", "Glm5NextTextConfig"),
+        ("glm_moe_dsa", "GlmMoeDsaMoE", "GlmMoeDsaConfig"),
+        ("granitemoe_swa", "GraniteMoeSWAMoE", "GraniteMoeSWAConfig"),
+        ("hy_v3", "HYV3MoE", "HYV3Config"),
+        ("hy_v4", "HYV4MoE", "HYV4Config"),
+        ("inkling", "InklingMoE", "InklingTextConfig"),
+        ("kimi_linear", "KimiLinearMoE", "KimiLinearConfig"),
+        ("kolibri1", "Kolibri1SparseMoeBlock", "Kolibri1Config"),
+        ("laguna", "LagunaSparseMoeBlock", "LagunaConfig"),
+        ("lara_mini", "LaraMiniSparseMoeBlock", "LaraMiniConfig"),
+        ("mellum", "MellumSparseMoeBlock", "MellumConfig"),
+        ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashConfig"),
+        ("minimax_m3_vl", "MiniMaxM3VLSparseMoeBlock", "MiniMaxM3VLTextConfig"),
+        ("mistral4", "Mistral4MoE", "Mistral4Config"),
+        ("mistral_large4", "MistralLarge4TextMoE", "MistralLarge4TextConfig"),
+        ("openai_privacy_filter", "OpenAIPrivacyFilterMLP", "OpenAIPrivacyFilterConfig"),
+        ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextSparseMoeBlock", "Qwen3OmniMoeTextConfig"),
+        ("qwen3_vl_moe", "Qwen3VLMoeTextSparseMoeBlock", "Qwen3VLMoeTextConfig"),
+        ("qwen4_exp", "Qwen4ExpTextSparseMoeBlock", "Qwen4ExpTextConfig"),
+        ("solar_open", "SolarOpenMoE", "SolarOpenConfig"),
+        ("unlimited_ocr", "UnlimitedOcrTextMoe", "UnlimitedOcrTextConfig"),
+    )
+}
+
+
+SHARED_SIZES = {
+    "aria": INTERMEDIATE,
+    "bailing_hybrid": INTERMEDIATE,
+    "deepseek_v2": INTERMEDIATE,
+    "deepseek_v3": INTERMEDIATE,
+    "dots1": INTERMEDIATE,
+    "ernie4_5_moe": 2 * INTERMEDIATE,
+    "glm4_moe": INTERMEDIATE,
+    "hunyuan_v1_moe": INTERMEDIATE,
+    "nemotron_h": 48,
+    "qwen2_moe": 48,
+    "qwen3_5_moe": 48,
+    "qwen3_next": 48,
+}
+"""The intermediate size of the shared expert, where a block has one."""
+
+GATED_SHARED_EXPERTS = ("qwen2_moe", "qwen3_5_moe", "qwen3_next")
+
+
+def expected_spec(architecture: str, shared: bool = False) -> MoeSpec:
+    """The MoeSpec that fusing the block of `architecture` must give, with its shared expert or without."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "top_k": TOP_K}
-    return MoeSpec(**{**sizes, "weight_inputs": ("gate_up_proj", "down_proj"), **BLOCKS[architecture].spec})
+    fields = {**sizes, "weight_inputs": ("gate_up_proj", "down_proj"), **BLOCKS[architecture].spec}
+    if shared and architecture in SHARED_SIZES:
+        names = [f"shared_{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        names = names[1:] if "up_proj" in fields["weight_inputs"] else names
+        names += ["shared_expert_gate"] * (architecture in GATED_SHARED_EXPERTS)
+        fields["weight_inputs"] = (*fields["weight_inputs"], *names)
+        fields["shared_intermediate_size"] = SHARED_SIZES[architecture]
+    return MoeSpec(**fields)
 
 
-def build(architecture: str, seed: int = 0) -> Any:
-    """Build the block as a torch module `[B, S, H] -> [B, S, H]` with random weights, biases and buffers."""
+def row(architecture: str) -> Block:
+    """The row of `architecture`, of whichever table."""
+    return BLOCKS[architecture] if architecture in BLOCKS else OTHERS[architecture]
+
+
+def settings(architecture: str) -> dict[str, Any]:
+    """The configuration of the tiny block: the common sizes, and what the architecture needs beside them."""
+    return {**_SIZES, **row(architecture).settings}
+
+
+def build(architecture: str, seed: int = 0, experts: str = "batched_mm") -> Any:
+    """Build the block as a torch module `[B, S, H] -> [B, S, H]` with random weights, biases and buffers.
+
+    `experts` is how transformers 5 computes them: batched_mm, grouped_mm or eager; transformers 4 has no choice.
+    """
     import torch
 
-    row = BLOCKS[architecture]
-    base = f"transformers.models.{architecture}"
-    config = getattr(importlib.import_module(f"{base}.configuration_{architecture}"), row.config)(
-        **{**_SIZES, **row.settings}
+    base, made = f"transformers.models.{architecture}", row(architecture)
+    config = getattr(importlib.import_module(f"{base}.configuration_{architecture}"), made.config)(
+        **settings(architecture)
     )
-    config._experts_implementation = "batched_mm"
-    block = getattr(importlib.import_module(f"{base}.modeling_{architecture}"), row.block)(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in (*block.parameters(), *block.buffers()):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.25)
+    config._experts_implementation = experts
+    modelling = importlib.import_module(f"{base}.modeling_{architecture}")
+    name = next(name for name in dir(modelling) if name.lower() == made.block.lower())  # DeepseekV2Moe, ...MoE
+    block = getattr(modelling, name)(config, **made.arguments).eval()
+    randomise(block, seed)
 
     class FirstOutput(torch.nn.Module):
         def __init__(self) -> None:
@@ -209,22 +336,47 @@ def build(architecture: str, seed: int = 0) -> Any:
     return FirstOutput().eval()
 
 
-def export(architecture: str, path: Path, dtype: str = "float32") -> None:
-    """Export the block with torch.onnx (dynamo), batch and sequence dynamic, into the file `path`.
+def randomise(module: Any, seed: int = 0) -> None:
+    """Give every floating-point parameter and buffer of a torch module random values."""
+    import torch
 
-    `dtype` ("float32", "float16") is that of weights and activations.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.25)
+
+
+def export(
+    architecture: str,
+    path: Path,
+    dtype: str = "float32",
+    *,
+    experts: str = "batched_mm",
+    dynamo: bool = True,
+    tokens: tuple[int, int] = (2, 3),
+) -> Any:
+    """Export the block with torch.onnx, batch and sequence dynamic, into the file `path`; return the torch module.
+
+    `dtype` ("float32", "float16") is that of weights and activations; `dynamo` chooses between torch's two exporters;
+    `tokens` are the sequences, and the tokens of each, that it is traced with.
     """
     import torch
 
-    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence")
+    axes: dict[str, Any] = {"dynamic_axes": {"hidden_states": {0: "batch", 1: "sequence"}}, "opset_version": 18}
+    if dynamo:
+        batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence")
+        axes = {"dynamic_shapes": {"hidden_states": {0: batch, 1: sequence}}}
+    module = build(architecture, experts=experts).to(getattr(torch, dtype))
     torch.onnx.export(
-        build(architecture).to(getattr(torch, dtype)),
-        (torch.randn(2, 3, HIDDEN, dtype=getattr(torch, dtype)),),
+        module,
+        (torch.randn(*tokens, HIDDEN, dtype=getattr(torch, dtype)),),
         path,
-        dynamo=True,
-        dynamic_shapes={"hidden_states": {0: batch, 1: sequence}},
+        dynamo=dynamo,
         input_names=["hidden_states"],
         output_names=["output"],
         external_data=False,
         verbose=False,
+        **axes,
     )
+    return module

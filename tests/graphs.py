@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,33 @@ def parse(text: str, initializers: Mapping[str, np.ndarray], *, opset: int = 20)
     for index, node in enumerate(proto.graph.node):
         node.name = f"{node.op_type}_{index}"
     return ir.from_proto(proto)
+
+
+def replaced(text: str, *replacements: tuple[str, str]) -> str:
+    """`text` with its parts replaced; each replacement must change something."""
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A graph from `x` `[T, hidden]` to `y` of the same shape, in `texts` each of which may be spelled otherwise."""
+
+    texts: Mapping[str, str]
+    constants: Mapping[str, np.ndarray]
+    hidden: int
+
+    def block(self, outputs: str = "", **parts: str) -> ir.Model:
+        """The whole graph, with some of its parts spelled otherwise."""
+        assert parts.keys() <= self.texts.keys()
+        nodes, outputs = " ".join({**self.texts, **parts}.values()), outputs or f"float[T, {self.hidden}] y"
+        return parse(f"(float[T, {self.hidden}] x) => ({outputs}) {{ {nodes} }}", self.constants)
+
+    def changed(self, part: str, *replacements: tuple[str, str]) -> dict[str, str]:
+        """A part with its text changed; each change must change something."""
+        return {part: replaced(self.texts[part], *replacements)}
 
 
 def copy_of(model: ir.Model) -> ir.Model:
@@ -88,6 +116,16 @@ def only_miss(model: ir.Model) -> Miss:
 def array_of(source: WeightSource) -> np.ndarray:
     """The tensor that the op would read."""
     return np.asarray(source.tensor().numpy())
+
+
+def check_match(model: ir.Model, family: str, expected: Mapping[str, Any]) -> None:
+    """The model of `Parts` is one block of the family, with these MoeSpec fields, and the match is right."""
+    match = only_match(model)
+    assert match.family == family
+    for tokens in (1, 23):
+        x = np.random.default_rng(tokens).standard_normal((tokens, match.spec.hidden_size)).astype(np.float32)
+        assert compare(model, match, x) < 1e-5
+    assert {name: getattr(match.spec, name) for name in expected} == expected
 
 
 def compare(model: ir.Model, match: MoeMatch, feeds: np.ndarray | Mapping[str, np.ndarray]) -> float:

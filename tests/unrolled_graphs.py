@@ -214,3 +214,18 @@ def model_of(*loops: Loop, before: str = "", after: str = "", outputs: str = "")
     parts = [part for part in (before, *(loop.text() for loop in loops), after) if part]
     shape = f"float[B, S, {loops[0].hidden}]"
     return parse(f"({shape} x) => ({outputs or shape + ' y'}) {{\n" + "\n".join(parts) + "\n}", arrays)
+
+
+def rewritten(
+    loop: Loop,
+    *changes: tuple[str, str],
+    inputs: str = "float[B, S, 8] x",
+    outputs: str = "float[C, D, 8] y",
+    **arrays: np.ndarray,
+) -> ir.Model:
+    """The model of one block with lines of its text replaced, and more constants."""
+    text = loop.text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return parse(f"({inputs}) => ({outputs}) {{\n{text}\n}}", {**loop.arrays, **arrays})

@@ -7,22 +7,22 @@ The pattern of transformers' `batched_mm` experts, as torch.onnx exports it:
 
 A place is the set of weight gathers by one ids value. Everything else is found from there by dataflow: which
 product is the down projection, whether weights lie [N, K] or [K, N] (by the axis that contracts), biases, limits,
-and the combine. Shared experts are a parallel branch and stay in the graph.
+and the combine. Shared experts are a branch beside it, see `shared_expert`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import onnx_ir as ir
 
-from graph_passes.matchers import expert_mlp, router
-from graph_passes.matchers.assembly import assemble
-from graph_passes.matchers.ends import check_routing, ends
+from graph_passes.matchers import expert_mlp
 from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
-from graph_passes.matchers.places import judge
+from graph_passes.matchers.places import judge, node_name, recognised
+from graph_passes.matchers.products import Combine, Product, block_of, top_k_of_sum, weight_fields
+from graph_passes.matchers.stored_weight import stored_weight
 from graph_passes.matchers.views import (
     NoMatch,
     constant,
@@ -47,24 +47,15 @@ from graph_passes.matchers.views import (
 FAMILY = "batched_mm"
 
 
-@dataclass(frozen=True)
-class Projection:
-    """One batched product: `output` = x @ W[ids].T, W as the op reads it (`[E, N, K]` after `source.transpose`)."""
-
-    node: ir.Node
-    x: ir.Value
-    source: WeightSource
-    bias: WeightSource | None = None
-
-
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every block of this family in `graph`: a match, or a Miss that says where and why it is none."""
-    return [judge(products[0].node, partial(_match, ids, products)) for ids, products in find_places(graph).items()]
+    places = find_places(graph).items()
+    return [judge(products[0].node, partial(_match, ids, products), FAMILY) for ids, products in places]
 
 
-def find_places(graph: ir.Graph) -> dict[ir.Value, list[Projection]]:
+def find_places(graph: ir.Graph) -> dict[ir.Value, list[Product]]:
     """The products with gathered weights, by the ids that gather them."""
-    places: dict[ir.Value, list[Projection]] = {}
+    places: dict[ir.Value, list[Product]] = {}
     for node in graph:
         if _gathers_experts(node) and (products := list(_products(node))):
             places.setdefault(strip(operand(node, 1)), []).extend(products)
@@ -75,7 +66,7 @@ def _gathers_experts(node: ir.Node) -> bool:
     """Whether the node looks up matrices of a stacked `[E, ., .]` initializer by computed ids."""
     if node.op_type not in ("Gather", "GatherND") or not is_standard(node):
         return False
-    source = weight(operand(node, 0))
+    source = stored_weight(operand(node, 0))
     if node.op_type == "Gather":
         first_axis = node.attributes.get_int("axis", 0) == 0
     else:
@@ -83,9 +74,9 @@ def _gathers_experts(node: ir.Node) -> bool:
     return source is not None and len(source.shape) == 3 and first_axis and constant(operand(node, 1)) is None
 
 
-def _products(gather: ir.Node) -> Iterator[Projection]:
+def _products(gather: ir.Node) -> Iterator[Product]:
     """The products that the gathered matrices enter, with the layout of the weights read off the operand order."""
-    source = weight(operand(gather, 0))
+    source = stored_weight(operand(gather, 0))
     assert source is not None
     pending = [(gather.outputs[0], source)]
     while pending:
@@ -102,7 +93,7 @@ def _products(gather: ir.Node) -> Iterator[Projection]:
                 vector = operand(node, 1 if left else 0)
                 if _has_unit_axis(vector, 2 if left else 1):
                     layout = stored if left else replace(stored, transpose=not stored.transpose)
-                    yield Projection(node, vector, layout)
+                    yield Product(node, vector, (layout,))
 
 
 def _has_unit_axis(value: ir.Value, axis: int) -> bool:
@@ -114,9 +105,9 @@ def _has_unit_axis(value: ir.Value, axis: int) -> bool:
     return axes is not None and len(axes) == 1 and axes[0] in (axis, axis - 3)
 
 
-def _match(ids: ir.Value, products: list[Projection]) -> MoeMatch:
+def _match(ids: ir.Value, products: list[Product]) -> MoeMatch:
     first = products[0].node
-    experts = {p.source.shape[0] for p in products}
+    experts = {p.experts for p in products}
     if len(experts) != 1:
         raise NoMatch(first, f"the stacked weights hold different numbers of experts: {sorted(experts)}")
     hidden: dict[int, tuple[ir.Value, int]] = {}
@@ -134,47 +125,15 @@ def _match(ids: ir.Value, products: list[Projection]) -> MoeMatch:
     if len({strip(value) for value, _ in hidden.values()}) != 1:
         raise NoMatch(first, "the projections of an expert read different tokens")
     tokens, repeats = next(iter(hidden.values()))
+    recognised("products", f"{len(inputs)} of the tokens, {repeats} times each, and 1 of the experts' activations")
     combine = _combine(downs[0], ids)
+    recognised("combine", f"a sum of {combine.top_k} weighted outputs for each token ({node_name(combine.node)})")
     if combine.top_k != repeats:
         raise NoMatch(combine.node, f"tokens are repeated {repeats} times, but {combine.top_k} outputs are summed")
-    return _assemble(ids, tokens, inputs, combine)
-
-
-def _assemble(ids: ir.Value, tokens: ir.Value, inputs: list[Projection], combine: _Combine) -> MoeMatch:
-    down = combine.down
-    experts, hidden_size, intermediate_size = down.source.shape
-    mlp = expert_mlp.recognise(down.x)
-    halves = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-    sources = dict(zip(mlp.layout, halves, strict=False))
-    weights: dict[str, tuple[WeightSource, ...]] = {}
-    biases: dict[str, tuple[WeightSource, ...]] = {}
-    projections = {name: _projection_at(half.source, inputs, ids) for name, half in sources.items()}
-    for name, projection in {**projections, "down_proj": down}.items():
-        rows = {"gate_up_proj": 2 * intermediate_size, "down_proj": hidden_size}.get(name, intermediate_size)
-        columns = intermediate_size if name == "down_proj" else hidden_size
-        _check_shape(projection, name, projection.source, (experts, rows, columns))
-        weights[name] = (projection.source,)
-        if projection.bias is not None:
-            _check_shape(projection, name + "_bias", projection.bias, (experts, rows))
-            biases[name + "_bias"] = (projection.bias,)
-    routing = router.recognise(combine.mixing, ids, tokens, combine.top_k)
+    mlp = expert_mlp.recognise(combine.down.x)
+    fields = weight_fields(mlp, inputs, combine.down, partial(_gathered_bias, ids=ids))
     # One row for each token: the router, checked next, gives every row of tokens k ids, which are summed again.
-    block_ends = ends(tokens, combine.output, hidden_size, same_rows=True)
-    check_routing(routing, tokens, experts, hidden_size)
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_experts": experts,
-        "top_k": combine.top_k,
-    }
-    return assemble(FAMILY, combine.node, sizes, mlp, routing, block_ends, weights, biases)
-
-
-def _check_shape(projection: Projection, name: str, source: WeightSource, expected: tuple[int, ...]) -> None:
-    if source.shape != expected:
-        raise NoMatch(
-            projection.node, f"{name} ({source.value.name}) is {list(source.shape)}, expected {list(expected)}"
-        )
+    return block_of(FAMILY, combine, tokens, ids, mlp, fields)
 
 
 def _repeated(value: ir.Value) -> tuple[ir.Value, int] | None:
@@ -197,18 +156,7 @@ def _repeated(value: ir.Value) -> tuple[ir.Value, int] | None:
     return next((v for v in reshape_chain(inner) if rank(v) != axes or axis == -1), inner), counts[axis]
 
 
-@dataclass(frozen=True)
-class _Combine:
-    """The end of a block: `output` [T, H] = sum over k of `mixing` * (down projection and its bias)."""
-
-    node: ir.Node
-    down: Projection
-    mixing: ir.Value
-    top_k: int
-    output: ir.Value
-
-
-def _combine(down: Projection, ids: ir.Value) -> _Combine:
+def _combine(down: Product, ids: ir.Value) -> Combine:
     value, mixing, node = down.node.outputs[0], None, down.node
     while True:
         node = only_consumer(value)
@@ -226,13 +174,8 @@ def _combine(down: Projection, ids: ir.Value) -> _Combine:
                 node, f"{node.op_type} after the down projection; expected bias, mixing weights, and a sum over top-k"
             )
         value = node.outputs[0]
-    axes, top_k = node_axes(node), dim(value, -2)
-    if rank(value) is None or top_k is None or dim(value, -1) != down.source.shape[1] or axes is None:
-        raise NoMatch(node, f"ReduceSum does not sum a tensor [tokens, top_k, {down.source.shape[1]}]")
-    if len(axes) != 1 or axes[0] not in (-2, (rank(value) or 0) - 2):
-        raise NoMatch(node, f"ReduceSum runs over axes {list(axes)}, expected the experts of a token")
     assert mixing is not None
-    return _Combine(node, down, mixing, top_k, node.outputs[0])
+    return Combine(node, down, mixing, top_k_of_sum(node, value, down.shape[0]), node.outputs[0])
 
 
 def _gathered_bias(addition: ir.Node, product: ir.Value, ids: ir.Value) -> WeightSource:
@@ -242,16 +185,3 @@ def _gathered_bias(addition: ir.Node, product: ir.Value, ids: ir.Value) -> Weigh
     if gather is None or source is None or len(source.shape) != 2 or strip(operand(gather, 1)) is not ids:
         raise NoMatch(addition, "what is added to a projection is not a bias gathered by the ids of its expert")
     return source
-
-
-def _projection_at(value: ir.Value, inputs: list[Projection], ids: ir.Value) -> Projection:
-    """The projection (with its bias, if one is added) whose result `value` is."""
-    addition = produced_by(value, "Add")
-    candidates = [value] if addition is None else [v for v in addition.inputs if v is not None]
-    for candidate in candidates:
-        for projection in inputs:
-            if strip(candidate) is projection.node.outputs[0]:
-                if addition is None:
-                    return projection
-                return replace(projection, bias=_gathered_bias(addition, candidate, ids))
-    raise NoMatch(value.producer(), f"{value.name} is not one of the projections of the repeated tokens")

@@ -14,19 +14,21 @@ out. A place is a pair of stacked products, one behind the other, that meets som
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp
-from graph_passes.matchers.batched_mm import Projection
+from graph_passes.matchers.assembly import assemble
 from graph_passes.matchers.dense_scores import Scores, read_scores, recognise_router
 from graph_passes.matchers.ends import check_routing, ends
 from graph_passes.matchers.match import Miss, MoeMatch, WeightSource
-from graph_passes.matchers.places import block_name, judge
+from graph_passes.matchers.places import judge, node_name, recognised
+from graph_passes.matchers.products import Product, weight_fields
 from graph_passes.matchers.sizes import Size, axes_of, entries_of
+from graph_passes.matchers.stored_weight import stored_weight
 from graph_passes.matchers.views import (
     NoMatch,
     dim,
@@ -44,7 +46,6 @@ from graph_passes.matchers.views import (
     strip,
     weight,
 )
-from graph_passes.moe_spec import MoeSpec
 
 FAMILY = "dense_experts"
 
@@ -60,10 +61,10 @@ _STEPS = 64
 
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every block of this family in `graph`: a match, or a Miss that says where and why it is none."""
-    return [judge(products[-1].node, partial(_match, products)) for products in find_places(graph).values()]
+    return [judge(products[-1].node, partial(_match, products), FAMILY) for products in find_places(graph).values()]
 
 
-def find_places(graph: ir.Graph) -> dict[ir.Value, list[Projection]]:
+def find_places(graph: ir.Graph) -> dict[ir.Value, list[Product]]:
     """The stacked products of each place, the down projection last, by its result."""
     products = {p.node.outputs[0]: p for node in graph if (p := _stacked_product(node)) is not None}
     places = {}
@@ -74,14 +75,14 @@ def find_places(graph: ir.Graph) -> dict[ir.Value, list[Projection]]:
     return places
 
 
-def _stacked_product(node: ir.Node) -> Projection | None:
+def _stacked_product(node: ir.Node) -> Product | None:
     """x @ W with W a stacked initializer `[E, K, N]` and x computed, else None."""
     if node.op_type != "MatMul" or not is_standard(node):
         return None
-    source = weight(operand(node, 1))
+    source = stored_weight(operand(node, 1))
     if source is None or len(source.shape) != 3 or weight(operand(node, 0)) is not None:
         return None
-    return Projection(node, operand(node, 0), replace(source, transpose=not source.transpose))
+    return Product(node, operand(node, 0), (replace(source, transpose=not source.transpose),))
 
 
 def _ancestors(values: Sequence[ir.Value], barred: Collection[str]) -> list[ir.Value]:
@@ -99,7 +100,7 @@ def _ancestors(values: Sequence[ir.Value], barred: Collection[str]) -> list[ir.V
     return list(found)
 
 
-def _is_routed(inputs: Sequence[Projection], result: ir.Value) -> bool:
+def _is_routed(inputs: Sequence[Product], result: ir.Value) -> bool:
     """Whether what multiplies the tokens, or the experts' outputs `result`, comes from a TopK."""
     factors = [product.x for product in inputs]
     pending = deque([result])
@@ -115,77 +116,49 @@ def _is_routed(inputs: Sequence[Projection], result: ir.Value) -> bool:
     return any(produced_by(value, "TopK", through_views=False) for value in near)
 
 
-def _match(products: list[Projection]) -> MoeMatch:
+def _match(products: list[Product]) -> MoeMatch:
     *inputs, down = products
-    experts, hidden_size, intermediate_size = down.source.shape
+    experts, (hidden_size, intermediate_size) = down.experts, down.shape
     for product in inputs:
-        if product.source.shape[0] != experts:
+        if product.experts != experts:
             raise NoMatch(
                 product.node,
-                f"the stacked weights hold {product.source.shape[0]} and {experts} experts: experts are missing",
+                f"the stacked weights hold {product.experts} and {experts} experts: experts are missing",
             )
     tokens, weighting = _expert_input(inputs[0], experts)
     for product in inputs[1:]:
         other, its_weighting = _expert_input(product, experts)
         if strip(other) is not strip(tokens) or its_weighting != weighting:
             raise NoMatch(product.node, "the projections of an expert read different tokens")
+    recognised("products", f"{len(products)} of all tokens with the stacked weights of {experts} experts")
     combine = _combine(down, experts)
+    recognised("combine", f"a sum over {experts} experts ({node_name(combine.node)})")
     scores = weighting or combine.scores
     if scores is None or (weighting is not None and combine.scores is not None):
         times = "never" if scores is None else "twice"
         raise NoMatch(combine.node, f"the experts are {times} multiplied by scores, expected once")
     mlp = expert_mlp.recognise(down.x)
-    halves = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-    projections = {
-        name: _projection_at(half.source, inputs, experts) for name, half in zip(mlp.layout, halves, strict=False)
-    } | {"down_proj": combine.down}
-    if weighting is not None and any(p.bias is not None for p in projections.values()):
+    weights, biases = weight_fields(mlp, inputs, combine.down, partial(_stacked_bias, experts=experts))
+    if weighting is not None and biases:
         raise NoMatch(
             combine.node,
             "the scores multiply the inputs of experts that have biases: experts that were not chosen add to the sum, "
             "which HinaMoE cannot say",
         )
-    weights = _weights(projections, experts, hidden_size, intermediate_size)
     routing, top_k = recognise_router(scores, tokens, experts)
     check_routing(routing, tokens, experts, hidden_size)
     hidden_states, output = _block_ends(tokens, combine, hidden_size)
-    spec = MoeSpec(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_experts=experts,
-        top_k=top_k,
-        weight_inputs=tuple(weights),
-        apply_weights_to="output" if weighting is None else "input",
-        **mlp.layout_fields,
-        **mlp.fields,
-        **routing.fields,
-    )
-    name = block_name(combine.node, routing.constants.get("router_weight"))
-    return MoeMatch(name, FAMILY, spec, hidden_states, output, routing.inputs, routing.constants, weights)
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": experts,
+        "top_k": top_k,
+        "apply_weights_to": "output" if weighting is None else "input",
+    }
+    return assemble(FAMILY, combine.node, sizes, mlp, routing, (hidden_states, output), weights, biases)
 
 
-def _weights(
-    projections: Mapping[str, Projection], experts: int, hidden_size: int, intermediate_size: int
-) -> dict[str, tuple[WeightSource, ...]]:
-    """The sources of all weight fields, biases last, of the shapes that these sizes ask for."""
-    weights: dict[str, tuple[WeightSource, ...]] = {}
-    biases: dict[str, tuple[WeightSource, ...]] = {}
-    for name, projection in projections.items():
-        rows = {"gate_up_proj": 2 * intermediate_size, "down_proj": hidden_size}.get(name, intermediate_size)
-        columns = intermediate_size if name == "down_proj" else hidden_size
-        if projection.source.shape != (experts, rows, columns):
-            raise NoMatch(
-                projection.node,
-                f"{name} ({projection.source.value.name}) is {list(projection.source.shape)}, expected "
-                f"{[experts, rows, columns]}",
-            )
-        weights[name] = (projection.source,)
-        if projection.bias is not None:
-            biases[f"{name}_bias"] = (projection.bias,)
-    return weights | biases
-
-
-def _expert_input(product: Projection, experts: int) -> tuple[ir.Value, Scores | None]:
+def _expert_input(product: Product, experts: int) -> tuple[ir.Value, Scores | None]:
     """The tokens that every expert reads, as `[T, H]` where the graph has that, and the scores that multiply them."""
     x = product.x
     value = _behind(x)
@@ -257,12 +230,12 @@ class _Combine:
     """
 
     node: ir.Node
-    down: Projection
+    down: Product
     scores: Scores | None
     axes: Sequence[Size]
 
 
-def _combine(down: Projection, experts: int) -> _Combine:
+def _combine(down: Product, experts: int) -> _Combine:
     value, scores, axes = down.node.outputs[0], None, axes_of(down.node.outputs[0])
     while True:
         node = only_consumer(value)
@@ -282,7 +255,7 @@ def _combine(down: Projection, experts: int) -> _Combine:
                 node, f"{node.op_type} after the down projection; expected bias, scores, and a sum over the experts"
             )
         value = node.outputs[0]
-    summed, hidden_size = node_axes(node), down.source.shape[1]
+    summed, hidden_size = node_axes(node), down.shape[0]
     if len(axes) < 3 or axes[0] != experts or axes[-1] != hidden_size or summed not in ((0,), (-len(axes),)):
         raise NoMatch(
             node,
@@ -313,19 +286,6 @@ def _stacked_bias(addition: ir.Node, product: ir.Value, experts: int) -> WeightS
     return source
 
 
-def _projection_at(value: ir.Value, inputs: Sequence[Projection], experts: int) -> Projection:
-    """The projection (with its bias, if one is added) whose result `value` is."""
-    addition = produced_by(value, "Add")
-    candidates = [value] if addition is None else [v for v in addition.inputs if v is not None]
-    for candidate in candidates:
-        for projection in inputs:
-            if strip(candidate) is projection.node.outputs[0]:
-                if addition is None:
-                    return projection
-                return replace(projection, bias=_stacked_bias(addition, candidate, experts))
-    raise NoMatch(value.producer(), f"{value.name} is not one of the projections of the tokens")
-
-
 def _block_ends(tokens: ir.Value, combine: _Combine, hidden_size: int) -> tuple[ir.Value, ir.Value]:
     """hidden_states and output of the block.
 
@@ -337,7 +297,7 @@ def _block_ends(tokens: ir.Value, combine: _Combine, hidden_size: int) -> tuple[
         if (
             rank(value) == len(leading) + 1 == rank(output)
             and len(leading) > 1
-            and all(size in (-1, (value, axis), dim(value, axis) or -1) for axis, size in enumerate(leading))
+            and all(_is_axis(size, value, axis) for axis, size in enumerate(leading))
             and dim(value, -1) == hidden_size
             and value.dtype == output.dtype
         ):
@@ -345,3 +305,10 @@ def _block_ends(tokens: ir.Value, combine: _Combine, hidden_size: int) -> tuple[
         if (node := value.producer()) is not None and is_view(node):
             refuse_fixed_tokens(node)
     return ends(tokens, output, hidden_size, same_rows=True)
+
+
+def _is_axis(size: Size, value: ir.Value, axis: int) -> bool:
+    """Whether `size` is that of an axis of `value`, by number, by name, or because it is whatever is left."""
+    named = size[0].shape[size[1]] if isinstance(size, tuple) and size[0].shape is not None else None
+    same_name = isinstance(named, ir.SymbolicDim) and named.value is not None and named == (value.shape or [])[axis]
+    return size in (-1, (value, axis), dim(value, axis) or -1) or same_name

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graph_passes.matchers.router import Router
 from graph_passes.matchers.views import (
     NoMatch,
+    axis_of,
     dim,
     is_standard,
     is_view,
@@ -36,13 +37,12 @@ def ends(tokens: ir.Value, summed: ir.Value, hidden_size: int, same_rows: bool) 
     starts = list(reshape_chain(tokens))
     for value in starts[:-1]:
         refuse_fixed_tokens(value.producer())
-    outputs = [summed]
-    while not outputs[-1].is_graph_output():
-        readers = [node for node in outputs[-1].consumers() if node.op_type != "Shape"]
-        if len(readers) != 1 or not is_view(readers[0]) or readers[0].inputs[0] is not outputs[-1]:
-            break
-        outputs.append(readers[0].outputs[0])
-    alike = [(s, e) for s in starts for e in outputs if s.dtype == e.dtype and dim(s, -1) == hidden_size == dim(e, -1)]
+    alike = [
+        (s, e)
+        for s in starts
+        for e in views_after(summed)
+        if s.dtype == e.dtype and dim(s, -1) == hidden_size == dim(e, -1)
+    ]
     for hidden_states, output in reversed(alike):
         if _same(_axes(hidden_states), _axes(output)) or _is_reshaped_like(output, hidden_states):
             return hidden_states, output
@@ -56,15 +56,30 @@ def ends(tokens: ir.Value, summed: ir.Value, hidden_size: int, same_rows: bool) 
     )
 
 
+def views_after(value: ir.Value) -> list[ir.Value]:
+    """`value`, then the values behind each view that is the only reader of the one before, but for its shape."""
+    values = [value]
+    while (node := only_reader(values[-1])) is not None and is_view(node) and node.inputs[0] is values[-1]:
+        values.append(node.outputs[0])
+    return values
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node that reads more of `value` than its shape; None when there are others, or the model puts it out."""
+    readers = [node for node in value.consumers() if node.op_type != "Shape"]
+    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+
+
 def _is_reshaped_like(output: ir.Value, like: ir.Value) -> bool:
     node = produced_by(output, "Reshape", through_views=False)
-    return node is not None and _shape_of(node.inputs[1]) is like
+    return node is not None and len(node.inputs) > 1 and _shape_of(node.inputs[1]) is like
 
 
 def _shape_of(shape: ir.Value | None) -> ir.Value | None:
     """The value whose whole shape `shape` is, or None."""
     node = None if shape is None else produced_by(shape, "Shape", through_views=False)
-    return None if node is None or node.attributes else node.inputs[0]
+    whole = node is not None and not node.attributes.get_int("start", 0) and "end" not in node.attributes
+    return node.inputs[0] if node is not None and whole else None
 
 
 def zeros_like(value: ir.Value, known: Collection[ir.Value], hidden_size: int) -> bool:
@@ -132,7 +147,7 @@ def _equal_names(node: ir.Node | None) -> dict[_Axis, _Axis]:
 
 
 def _axes(value: ir.Value) -> list[_Axis]:
-    return [] if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
+    return [] if value.shape is None else [axis_of(d) for d in value.shape]
 
 
 def _same(a: list[_Axis], b: list[_Axis]) -> bool:

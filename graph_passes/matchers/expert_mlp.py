@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graph_passes.matchers.places import recognised
 from graph_passes.matchers.views import (
     NoMatch,
     constant,
@@ -118,6 +119,7 @@ def recognise(value: ir.Value) -> ExpertMlp:
         raise NoMatch(node, f"the activation is scaled by {product.scale:g}, which HinaMoE cannot say")
     if len(product.factors) > 1:
         raise NoMatch(node, f"{len(product.factors)} values multiply the activation, expected one (up) or none")
+    recognised("expert MLP", f"{fields['activation']}{' times up' if product.factors else ''}")
     if not product.factors:
         return ExpertMlp(None, _half(activated), fields)
     up, beta = with_scalar(product.factors[0], "Add") or (product.factors[0], 0.0)
@@ -349,7 +351,7 @@ def _half(value: ir.Value) -> Half:
 
 def _sliced(cut: ir.Node) -> Half:
     source = operand(cut, 0)
-    start, end, axis, step = ((integers(v) if v is not None else None) for v in (*cut.inputs, None, None, None)[1:5])
+    start, end, axis, step = (integers(v) for v in (*cut.inputs, None, None, None, None)[1:5])
     size, axes = dim(source, -1), rank(source)
     last = axis[0] if axis is not None and len(axis) == 1 else (0 if axis is None and axes == 1 else None)
     if last is None or not is_last_axis(last, source) or start is None or end is None or len(start) != 1:

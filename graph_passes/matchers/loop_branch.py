@@ -7,44 +7,34 @@ output[token] += mixing[token, slot] * mlp_e(x[token])
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
 
 from graph_passes.matchers import expert_mlp
+from graph_passes.matchers.loop_mask import Mask
 from graph_passes.matchers.match import WeightSource
-from graph_passes.matchers.projection import projection, stored_weight
+from graph_passes.matchers.places import recognised
+from graph_passes.matchers.projection import projection
+from graph_passes.matchers.stored_weight import stored_weight
 from graph_passes.matchers.views import (
     RESHAPES,
     NoMatch,
+    dim,
     follow,
-    integers,
     is_standard,
-    node_axes,
+    is_view,
+    one_entry,
     operand,
     produced_by,
-    rank,
+    refuse_fixed_tokens,
     scalar,
-    strip,
     swaps_last_two,
 )
 
 _INDEX_OPS = frozenset({"Transpose", "Split", "Slice", "Gather", "Expand", "Cast", *RESHAPES})
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The tokens of one expert: `ids [T, k]`, expert id (None: computed), labels of the rows that NonZero gives.
-
-    `rows` is empty when the axes of the mask are not known.
-    """
-
-    node: ir.Node
-    ids: ir.Value
-    expert: int | None
-    rows: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,73 +55,6 @@ class Branch:
     layout: tuple[str, ...]
     fields: Mapping[str, Any]
     weights: Mapping[str, WeightSource] = field(default_factory=dict)
-
-
-def find_mask(nonzero: ir.Node) -> Mask | None:
-    """The expert mask that `nonzero` reads: a row of OneHot(ids), or ids == e; None when it is something else."""
-    value = operand(nonzero, 0)
-    squeezes = []
-    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity", "Squeeze"):
-        if node.op_type == "Squeeze":
-            squeezes.append(node)
-        value = operand(node, 0)
-    if node is None or not is_standard(node):
-        return None
-    if node.op_type == "Equal":
-        for index in (0, 1):
-            expert = integers(node.inputs[index])
-            ids = operand(node, 1 - index)
-            if expert is not None and len(expert) == 1 and produced_by(ids, "TopK"):
-                return Mask(nonzero, strip(ids), expert[0], _squeezed(["token", "slot"], squeezes))
-        return None
-    labelled = _labels(operand(node, 0)) if node.op_type == "Gather" else None
-    if labelled is None:
-        return None
-    ids, labels = labelled
-    axis = node.attributes.get_int("axis", 0)
-    if labels[axis] != "expert":
-        return None
-    if rank(operand(node, 1)) == 0:
-        labels.pop(axis)
-    experts = integers(node.inputs[1])
-    expert_id = experts[0] if experts is not None and len(experts) == 1 else None
-    return Mask(nonzero, ids, expert_id, _squeezed(labels, squeezes))
-
-
-def _squeezed(labels: Sequence[str], squeezes: Sequence[ir.Node]) -> tuple[str, ...]:
-    """Labels of the axes that Squeeze nodes, last one first, leave; none when they drop more than the expert's axis."""
-    left = list(labels)
-    for node in reversed(squeezes):
-        axes = node_axes(node)
-        if axes is None or len(axes) != 1 or not -len(left) <= axes[0] < len(left) or left[axes[0]] != "expert":
-            return ()
-        left.pop(axes[0])
-    return tuple(left)
-
-
-def _labels(value: ir.Value) -> tuple[ir.Value, list[str]] | None:
-    """Ids and axis labels of OneHot(ids) or ids == arange, behind Cast and Transpose."""
-    node = value.producer()
-    if node is None or not is_standard(node):
-        return None
-    if node.op_type in ("Cast", "Identity"):
-        return _labels(operand(node, 0))
-    if node.op_type == "Transpose":
-        inner, perm = _labels(operand(node, 0)), node.attributes.get_ints("perm", None)
-        if inner is None or perm is None or len(perm) != len(inner[1]):
-            return None
-        return inner[0], [inner[1][axis] for axis in perm]
-    if node.op_type == "OneHot":
-        labels = ["token", "slot"]
-        axis = node.attributes.get_int("axis", -1)
-        labels.insert(axis if axis >= 0 else len(labels) + 1 + axis, "expert")
-        return (strip(operand(node, 0)), labels) if integers(node.inputs[2]) == (0, 1) else None
-    if node.op_type == "Equal":
-        for index in (0, 1):
-            ids = integers(node.inputs[index])
-            if ids is not None and ids == tuple(range(len(ids))):
-                return strip(operand(node, 1 - index)), ["token", "slot", "expert"]
-    return None
 
 
 def parse(mask: Mask) -> Branch:
@@ -160,6 +83,7 @@ def parse(mask: Mask) -> Branch:
     if _row(operand(scatter, 1), mask) != "token":
         raise NoMatch(scatter, "the experts' outputs are not scattered to the tokens that chose them")
     adds = reduction == "add"
+    recognised("branches", f"mask, tokens, MLP, mixing weight and scatter, the last one of expert {mask.expert}")
     return Branch(mask.expert, scatter, accumulator, adds, tokens, mixing, layout, fields, weights)
 
 
@@ -182,36 +106,34 @@ def _find_scatter(mask: Mask) -> ir.Node:
 def _row(value: ir.Value, mask: Mask) -> str | None:
     """Which row of the mask's NonZero `value` is ("token" or "slot"), or None."""
     value = follow(value, "Expand")
-    node = value.producer()
-    if node is None or node.op_type not in ("Split", "Slice", "Gather"):
+    turned = produced_by(value, "Transpose", through_views=False)  # of one row, hence no more than a view
+    entry = one_entry(value if turned is None else operand(turned, 0))
+    if entry is None:
         return None
-    if node.op_type == "Split":
-        row, axis = value.index(), node.attributes.get_int("axis", 0)
-    elif node.op_type == "Gather":
-        picked = integers(node.inputs[1])
-        row, axis = (picked[0] if picked and len(picked) == 1 else None), node.attributes.get_int("axis", 0)
-    else:
-        start, end, axes = (integers(v) for v in (*node.inputs, None, None)[1:4])
-        if not start or not end or not axes or len(start) != 1 or end[0] != start[0] + 1:
-            return None
-        row, axis = start[0], axes[0]
-    source = operand(node, 0)
+    source, axis, row = entry
     transpose = produced_by(source, "Transpose", through_views=False)
     if transpose is not None:
         source = operand(transpose, 0)
     if source.producer() is not mask.node or axis % 2 != (1 if transpose is not None else 0):
         return None
-    return mask.rows[row] if row is not None and 0 <= row < len(mask.rows) else None
+    return mask.rows[row] if 0 <= row < len(mask.rows) else None
 
 
 def _addition(scatter: ir.Node) -> ir.Node:
     """The Add behind a scatter into zeros without reduction."""
     if scalar(operand(scatter, 0)) != 0.0:
         raise NoMatch(scatter, f"{scatter.op_type} without reduction overwrites values other than zeros")
-    consumers = [node for node in scatter.outputs[0].consumers() if node.op_type != "Shape"]
+    consumers = _readers(scatter.outputs[0])
+    while len(consumers) == 1 and consumers[0].op_type == "Cast" and is_view(consumers[0]):
+        consumers = _readers(consumers[0].outputs[0])
     if len(consumers) != 1 or consumers[0].op_type != "Add" or not is_standard(consumers[0]):
         raise NoMatch(scatter, "the scattered output of an expert is not added to the others")
     return consumers[0]
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read more of `value` than its shape."""
+    return [node for node in value.consumers() if node.op_type != "Shape"]
 
 
 def _mixing(value: ir.Value, mask: Mask) -> ir.Value | None:
@@ -234,6 +156,8 @@ def _is_flat_index(value: ir.Value, mask: Mask) -> bool:
     addition = produced_by(follow(value), "Add")
     if addition is None:
         return False
+    if {_row(operand(addition, 0), mask), _row(operand(addition, 1), mask)} == {"token", "slot"}:
+        return dim(mask.ids, -1) == 1  # times 1
     for index in (0, 1):
         product = produced_by(operand(addition, index), "Mul")
         if product is None or _row(operand(addition, 1 - index), mask) != "slot":
@@ -258,6 +182,9 @@ _Mlp = tuple[ir.Value, tuple[str, ...], dict[str, Any], dict[str, WeightSource]]
 def _mlp(output: ir.Value, mask: Mask) -> _Mlp:
     """Tokens before the gather, layout, MoeSpec fields and weights of the expert that computes `output`."""
     value, columns = _orient(output, False)
+    gather = produced_by(value, "Gather", "GatherND", through_views=False)
+    if gather is not None and _row(operand(gather, 1), mask) == "token":
+        raise NoMatch(gather, f"expert {mask.expert} hands on its tokens as they are, which HinaMoE cannot say")
     down = _project(value, columns)
     arithmetic = expert_mlp.recognise(down.x)
     layout = arithmetic.layout
@@ -273,9 +200,14 @@ def _mlp(output: ir.Value, mask: Mask) -> _Mlp:
 
 def _orient(value: ir.Value, columns: bool) -> tuple[ir.Value, bool]:
     """Go behind views and Transposes of matrices; each of them swaps rows and columns."""
-    value = follow(value)
-    while (node := produced_by(value, "Transpose", through_views=False)) is not None and swaps_last_two(node):
-        value, columns = follow(operand(node, 0)), not columns
+    while (node := value.producer()) is not None and is_standard(node):
+        if node.op_type == "Transpose" and swaps_last_two(node):
+            columns = not columns
+        elif is_view(node):
+            refuse_fixed_tokens(node)
+        else:
+            break
+        value = operand(node, 0)
     return value, columns
 
 
@@ -285,14 +217,23 @@ def _project(value: ir.Value, columns: bool) -> _Projection:
         x, columns = _orient(right.x, False)
         return _Projection(x, right.weight, right.bias, columns)
     value = follow(value)
-    node = produced_by(value, "MatMul", through_views=False)
+    node = produced_by(value, "MatMul", through_views=False) or _fused_with_transpose(value)
     source = None if node is None else stored_weight(operand(node, 0))
     if node is None or source is None:
         raise NoMatch(
             value.producer(), f"expected a MatMul of stored weights with the transposed tokens at {value.name}"
         )
-    x, columns = _orient(operand(node, 1), True)
+    x, columns = _orient(operand(node, 1), not node.attributes.get_int("transB", 0))
     return _Projection(x, source, None, columns)
+
+
+def _fused_with_transpose(value: ir.Value) -> ir.Node | None:
+    """The FusedMatMul behind `value` when it does no more than transpose its second operand."""
+    node = value.producer()
+    if node is None or (node.domain, node.op_type) != ("com.microsoft", "FusedMatMul"):
+        return None
+    more = any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+    return None if more or node.attributes.get_float("alpha", 1.0) != 1.0 else node
 
 
 def _tokens(value: ir.Value, columns: bool, mask: Mask) -> ir.Value:

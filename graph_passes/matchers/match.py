@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graph_passes.moe_spec import MoeSpec
+from graph_passes.moe_spec import MoeSpec, split_field
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class MoeMatch:
     `constants` maps router_weight `[E, H]`, router_bias `[E]` and e_score_correction_bias `[E]` to initializers.
     `weights` maps each field of `spec.weight_inputs` to one source (stacked or shared) or to E sources; those
     of a quantised projection have any shape that the op takes.
-    `output` has the shape and type of `hidden_states`.
+    `output` has the shape and type of `hidden_states`. A match with a shared expert is `routed_only` without it; the
+    `note` is a word to the user on what was left in the graph, and `steps` say what was recognised.
     """
 
     name: str
@@ -87,11 +88,29 @@ class MoeMatch:
     inputs: Mapping[str, ir.Value] = field(default_factory=dict)
     constants: Mapping[str, WeightSource] = field(default_factory=dict)
     weights: Mapping[str, tuple[WeightSource, ...]] = field(default_factory=dict)
+    routed_only: MoeMatch | None = field(default=None, repr=False)
+    note: str = ""
+    steps: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def field_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one expert's tensor of weight field `name`: zero points are packed only where they are integers."""
+        projection, part = split_field(name)
+        if part == "_zero_points" and self.weights[name][0].dtype.is_floating_point():
+            return self.spec.field_shape(f"{projection}_scales")
+        return self.spec.field_shape(name)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A place that looks like a MoE block and is left as it is: the node's `name`, and the `reason` in plain words."""
+    """A place that looks like a MoE block and is left as it is: the node's `name`, and the `reason` in plain words.
+
+    `family` is the pattern that was tried, `node` where the graph and it part, `place` the node that it was tried at,
+    and `steps` says in words what had been recognised by then.
+    """
 
     name: str
     reason: str
+    family: str = field(default="", compare=False)
+    node: ir.Node | None = field(default=None, compare=False, repr=False)
+    place: ir.Node | None = field(default=None, compare=False, repr=False)
+    steps: tuple[str, ...] = field(default=(), compare=False)

@@ -75,7 +75,7 @@ _SMALLEST_NORM = float(np.finfo(np.float32).tiny)
 
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every node of this family in `graph`: a match, or a Miss that says why it is none."""
-    return [judge(node, partial(_match, node)) for node in find_places(graph)]
+    return [judge(node, partial(_match, node), FAMILY) for node in find_places(graph)]
 
 
 def find_places(graph: ir.Graph) -> list[ir.Node]:

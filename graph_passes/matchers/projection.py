@@ -1,4 +1,4 @@
-"""Projections by stored weights: x @ W.T + b, as MatMul or Gemm."""
+"""Projections by stored weights: x @ W.T + b, as MatMul or Gemm, one of ONNX Runtime's own, or MatMulNBits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from graph_passes.matchers.match import WeightSource
-from graph_passes.matchers.views import (
-    NoMatch,
-    integers,
-    is_standard,
-    node_axes,
-    operand,
-    produced_by,
-    rank,
-    strip,
-    swaps_last_two,
-    weight,
+from graph_passes.matchers.quantised_weights import nbits_weight
+from graph_passes.matchers.stored_weight import stored_weight
+from graph_passes.matchers.views import NoMatch, is_standard, operand, produced_by, strip
+
+_PRODUCTS = {"": ("MatMul", "Gemm"), "com.microsoft": ("FusedMatMul", "FusedGemm", "MatMulNBits")}
+_BIASES = {"Gemm": 2, "FusedGemm": 2, "MatMulNBits": 5}
+"""Which input of a product is its bias."""
+
+_ON_INTEGERS = frozenset(
+    {
+        "DynamicQuantizeLinear",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "QGemm",
+        "QLinearMatMul",
+        "QuantizeLinear",
+    }
 )
+_STEPS = 4
+"""How far behind a value nodes that quantise activations are looked for, to say so."""
 
 
 @dataclass(frozen=True)
@@ -43,43 +52,48 @@ def projection(value: ir.Value, behind: Callable[[ir.Value], ir.Value] = strip) 
             if bias is not None:
                 value = behind(operand(addition, 1 - index))
                 break
-    node = produced_by(value, "MatMul", "Gemm", through_views=False)
-    if node is None:
-        raise NoMatch(value.producer(), f"expected a projection (MatMul or Gemm) at {value.name}")
-    source = stored_weight(operand(node, 1))
-    if source is None:
-        raise NoMatch(node, "the weights of the projection are computed by the graph or not stored as an initializer")
-    if node.op_type == "MatMul":
-        return Projection(node, operand(node, 0), replace(source, transpose=not source.transpose), bias)
-    attributes = node.attributes
-    plain = attributes.get_float("alpha", 1.0) == 1.0 and attributes.get_float("beta", 1.0) == 1.0
-    if not plain or attributes.get_int("transA", 0) != 0:
-        raise NoMatch(node, "Gemm scales or transposes what it projects")
-    if not attributes.get_int("transB", 0):
-        source = replace(source, transpose=not source.transpose)
-    own = node.inputs[2] if len(node.inputs) > 2 else None
+    node = value.producer()
+    if node is None or node.op_type not in _PRODUCTS.get("" if is_standard(node) else node.domain, ()):
+        _refuse_quantised_activations(value)
+        raise NoMatch(node, f"expected a projection (MatMul or Gemm) at {value.name}")
+    source = _weights(node)
+    place = _BIASES.get(node.op_type, len(node.inputs))
+    own = node.inputs[place] if place < len(node.inputs) else None
     if own is not None and (bias is not None or (bias := stored_weight(own)) is None):
         raise NoMatch(node, "the bias of a projection is computed by the graph or added twice")
+    _refuse_quantised_activations(operand(node, 0))
     return Projection(node, operand(node, 0), source, bias)
 
 
-def stored_weight(value: ir.Value) -> WeightSource | None:
-    """The stored weights behind `value`, also when they are one entry, picked by a constant, of a stacked tensor."""
-    direct = weight(value)
-    if direct is not None:
-        return direct
-    transpose, leading = False, 0
-    while (node := value.producer()) is not None and is_standard(node):
-        if node.op_type == "Transpose" and swaps_last_two(node):
-            transpose = not transpose
-        elif node.op_type == "Squeeze" and node_axes(node) == (0,):
-            leading += 1
-        elif node.op_type != "Identity":
-            break
-        value = operand(node, 0)
-    if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
-        return None
-    stacked, index = weight(operand(node, 0)), integers(node.inputs[1])
-    if stacked is None or index is None or len(index) != 1 or index[0] < 0 or rank(operand(node, 1)) != leading:
-        return None
-    return WeightSource(stacked.value, stacked.transpose != transpose, index[0])
+def _weights(node: ir.Node) -> WeightSource:
+    """The stored weights `[N, K]` of a product, which neither scales nor transposes what it projects, else NoMatch."""
+    if node.op_type == "MatMulNBits":
+        return nbits_weight(node)
+    source = stored_weight(operand(node, 1))
+    if source is None:
+        raise NoMatch(node, "the weights of the projection are computed by the graph or not stored as an initializer")
+    if len(source.shape) < 2:
+        raise NoMatch(node, f"{node.op_type} multiplies by the vector {source.value.name}, which is no projection")
+    numbers = {name: node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")}
+    flags = {name: node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")}
+    if any(number != 1.0 for number in numbers.values()) or any(flags.values()):
+        raise NoMatch(node, f"{node.op_type} scales or transposes what it projects")
+    if activation := node.attributes.get_string("activation", ""):
+        raise NoMatch(node, f"{node.op_type} applies {activation} to what it projects")
+    return source if node.attributes.get_int("transB", 0) else replace(source, transpose=not source.transpose)
+
+
+def _refuse_quantised_activations(value: ir.Value) -> None:
+    """NoMatch when `value` was made of integers that the graph quantised, as far as a few nodes behind it show that."""
+    pending, seen = [value], 0
+    while pending and seen < _STEPS:
+        node = pending.pop(0).producer()
+        seen += 1
+        if node is not None and node.op_type in _ON_INTEGERS:
+            raise NoMatch(
+                node,
+                f"{node.op_type} quantises the inputs of the experts, which HinaMoE takes as floats; quantise the "
+                "weights alone",
+            )
+        if node is not None:
+            pending.extend(v for v in node.inputs[:1] if v is not None)

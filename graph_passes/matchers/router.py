@@ -7,6 +7,7 @@ gets ids and weights: an unknown router hinders a fusion only where its ids may 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import onnx_ir as ir
 
 from graph_passes.matchers.match import WeightSource
+from graph_passes.matchers.places import recognised
 from graph_passes.matchers.projection import projection
+from graph_passes.matchers.quantised_weights import QuantisedWeight
 from graph_passes.matchers.sparsemixer import recognise_sparsemixer
 from graph_passes.matchers.views import (
     NoMatch,
@@ -61,7 +64,9 @@ def recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: i
     that size.
     """
     try:
-        return _recognise(mixing, ids, hidden_states, top_k)
+        read = _recognise(mixing, ids, hidden_states, top_k)
+        recognised("router", f"{read.fields['score_func']} of {read.num_experts} experts, top {top_k}")
+        return read
     except NoMatch as problem:
         if not _are_ids(ids):
             raise NoMatch(
@@ -69,7 +74,13 @@ def recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: i
                 f"{ids.name} may hold negative expert ids: it is neither chosen by TopK or ArgMax nor looked up in a "
                 "constant of ids; HinaMoE does not count experts from the end",
             ) from problem
+        chosen = produced_by(ids, "TopK")
+        if chosen is not None and integers((*chosen.inputs, None)[1]) not in (None, (top_k,)):
+            raise NoMatch(
+                chosen, f"TopK chooses {_k_of(chosen)} experts, but {top_k} are used for each token"
+            ) from problem
         inputs = {"topk_ids": per_token(ids, top_k), "topk_weights": per_token(mixing, top_k)}
+        recognised("router", f"left in the graph, as {problem.reason}")
         return Router({"router_input": "topk_ids"}, inputs, note=problem.reason)
 
 
@@ -118,7 +129,7 @@ def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: 
         logits = _top_k_router(mixing, ids, chosen, top_k, fields, constants)
     if width is None:
         raise NoMatch(logits.producer(), f"the graph does not say how many experts {logits.name} scores")
-    if any(source.shape != (width,) for source in constants.values()):
+    if any(source.shape[-1] != width for source in constants.values()):
         raise NoMatch(
             logits.producer(), f"the bias of the expert selection does not hold one number for each of {width}"
         )
@@ -127,9 +138,15 @@ def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: 
 
 def _scaling(mixing: ir.Value) -> tuple[ir.Value, float]:
     factor = 1.0
-    while (scaled := with_scalar(mixing, "Mul")) is not None:
-        mixing, factor = scaled[0], factor * scaled[1]
-    return strip(mixing), factor
+    while True:
+        division = produced_by(mixing, "Div")
+        divisor = None if division is None else scalar(division.inputs[1])
+        if (scaled := with_scalar(mixing, "Mul")) is not None:
+            mixing, factor = scaled[0], factor * scaled[1]
+        elif division is not None and divisor:
+            mixing, factor = operand(division, 0), factor / divisor
+        else:
+            return strip(mixing), factor
 
 
 def _normalisation(mixing: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
@@ -151,12 +168,28 @@ def _normalisation(mixing: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
             raise NoMatch(norm.producer(), f"the floor of the norm of the mixing weights is negative: {floored[1]:g}")
     if (added := with_scalar(norm, "Add")) is not None:
         norm, fields["norm_eps"] = added
-    total = produced_by(norm, "ReduceSum", "ReduceL1", "ReduceL2")
-    if total is None or not reduces_last(total, keepdims=True) or strip(operand(total, 0)) is not strip(weights):
+    normed = _norm(norm)
+    if normed is None or strip(normed[0]) is not strip(weights):
         raise NoMatch(norm.producer(), "the mixing weights are divided by something other than their own norm")
-    if total.op_type == "ReduceL2":
-        fields["norm_p"] = 2.0
+    if normed[1] != 1.0:
+        fields["norm_p"] = normed[1]
     return strip(weights), fields
+
+
+def _norm(value: ir.Value) -> tuple[ir.Value, float] | None:
+    """What `value` is the p-norm of, over the last axis, and p; None when it is something else."""
+    root = produced_by(value, "Pow")
+    total = produced_by(value if root is None else operand(root, 0), "ReduceSum", "ReduceL1", "ReduceL2")
+    if total is None or not reduces_last(total, keepdims=True):
+        return None
+    if root is None:
+        return operand(total, 0), 2.0 if total.op_type == "ReduceL2" else 1.0
+    power = produced_by(operand(total, 0), "Pow") if total.op_type == "ReduceSum" else None
+    p, inverse = None if power is None else scalar(power.inputs[1]), scalar(root.inputs[1])
+    if power is None or p is None or p <= 0.0 or inverse is None or not math.isclose(p * inverse, 1.0, rel_tol=1e-6):
+        return None
+    magnitude = produced_by(operand(power, 0), "Abs")
+    return operand(power if magnitude is None else magnitude, 0), p
 
 
 def _floor(value: ir.Value) -> tuple[ir.Value, float] | None:
@@ -249,7 +282,7 @@ def _selection_bias(selection: ir.Value, scores: ir.Value, constants: dict[str, 
     if addition is None or not any(strip(v) is scores for v in addition.inputs if v is not None):
         raise NoMatch(selection.producer(), "experts are selected by something else than scores plus a bias")
     bias = weight(other_operand(addition, scores))
-    if bias is None or len(bias.shape) != 1:
+    if bias is None or not bias.shape or bias.stored.size != bias.shape[-1]:
         raise NoMatch(addition, "the bias of the expert selection is not a constant vector")
     constants["e_score_correction_bias"] = bias
 
@@ -271,7 +304,7 @@ def _group_mask(selection: ir.Value, fields: dict[str, Any]) -> ir.Value:
     function, groups = _group_scores(group_scores)
     grouped = groups.producer()
     n_group, topk_group = dim(groups, -2), _k_of(group_top_k)
-    if grouped is None or n_group is None or strip(groups) is not scores or dim(groups, -1) is None:
+    if grouped is None or n_group is None or strip(groups) is not scores:
         raise NoMatch(where, "the groups are not formed from the scores that they mask")
     if n_group > 1:
         fields |= {"n_group": n_group, "topk_group": topk_group, "group_score_func": function}
@@ -282,7 +315,7 @@ def _group_mask(selection: ir.Value, fields: dict[str, Any]) -> ir.Value:
 
 
 def _k_of(top_k: ir.Node) -> int:
-    k = integers(top_k.inputs[1])
+    k = integers(operand(top_k, 1))
     if k is None:
         raise NoMatch(top_k, "the K of TopK is not constant")
     return k[0]
@@ -348,6 +381,8 @@ def router_projection(logits: ir.Value, hidden_states: ir.Value) -> dict[str, We
     except NoMatch:
         return None
     if strip(found.x) is not strip(hidden_states) or len(found.weight.shape) != 2:
+        return None
+    if isinstance(found.weight, QuantisedWeight) or isinstance(found.bias, QuantisedWeight):
         return None
     if found.bias is None:
         return {"router_weight": found.weight}

@@ -22,6 +22,8 @@ from graph_passes.matchers.views import (
     integers,
     is_standard,
     is_view,
+    node_axes,
+    one_entry,
     operand,
     produced_by,
     rank,
@@ -32,8 +34,8 @@ from graph_passes.matchers.views import (
 
 Array = npt.NDArray[Any]
 
-_ROWS = np.array([*range(1 << 12), (1 << 24) + 1, (1 << 31) - 1])
-"""Numbers of rows on which a division by k is tried: float32 does not hold the last two."""
+_ROWS = np.array([*range(1 << 12), (1 << 23) + 1, (1 << 24) - 1])
+"""Numbers of rows on which a division by k is tried; float32, in which some exports divide, holds no larger ones."""
 
 _COUNTS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
 """Types in which many ids can be counted."""
@@ -129,7 +131,7 @@ def check_ends(ends: ir.Value, sorting: Sorting, experts: int) -> None:
         raise NoMatch(scatter, f"the rows of each expert are not counted from {experts} zeros of 32 bits or more")
     if scalar(ones) != 1.0:
         raise NoMatch(scatter, "the rows of each expert are not counted by ones")
-    _refuse_fixed_fill(ones)
+    refuse_fixed_fill(ones)
     counted = _argument(bins)
     if counted not in (sorting.ascending, strip(sorting.ids)):
         raise NoMatch(
@@ -140,7 +142,51 @@ def check_ends(ends: ir.Value, sorting: Sorting, experts: int) -> None:
         raise NoMatch(scatter, "the rows of an expert are counted for another expert")
 
 
-def _refuse_fixed_fill(value: ir.Value) -> None:
+def check_sizes(sizes: ir.Value, sorting: Sorting, experts: int) -> None:
+    """NoMatch unless `sizes` `[experts]` are how many rows each expert has: ones at the ids of each token, added up."""
+    total = produced_by(_behind_casts(_listed(sizes, experts)), "ReduceSum", through_views=False)
+    if total is None or node_axes(total) not in ((0,), (-2,)) or rank(operand(total, 0)) != 2:
+        raise NoMatch(sizes.producer(), f"{sizes.name} does not count how many rows each expert has")
+    marks = produced_by(_behind_casts(operand(total, 0)), "ScatterElements", through_views=False)
+    if marks is None or marks.attributes.get_int("axis", 0) not in (1, -1):
+        raise NoMatch(total, "the rows of each expert are not counted by a sum of ones scattered at its id")
+    zeros, ids, ones = (operand(marks, index) for index in range(3))
+    if scalar(zeros) != 0.0 or scalar(ones) != 1.0 or dim(zeros, -1) != experts or rank(ids) != 2:
+        raise NoMatch(marks, f"the rows of each expert are not counted by ones scattered into {experts} zeros")
+    refuse_fixed_fill(zeros)
+    # Indices of one row of a TopK differ, so that each of them leaves its own mark.
+    if marks.attributes.get_string("reduction", "none") != "none" or produced_by(ids, "TopK") is None:
+        raise NoMatch(marks, "the ids of a token whose rows are counted are not those of a TopK")
+    if strip(ids) is not strip(sorting.ids):
+        raise NoMatch(marks, f"the rows of each expert are counted in {ids.name}, but sorted by {sorting.ids.name}")
+
+
+def _listed(value: ir.Value, count: int) -> ir.Value:
+    """The list of `count` numbers whose entries `value`, if it is a Concat, joins in their order."""
+    joined = produced_by(value, "Concat")
+    if joined is None:
+        return strip(value)
+    entries = [entry_of(operand(joined, index)) for index in range(len(joined.inputs))]
+    whole = entries[0][0] if entries[0] is not None else None
+    if whole is None or dim(whole, 0) != count or entries != [(whole, index) for index in range(count)]:
+        raise NoMatch(joined, f"Concat does not join the {count} numbers of one list in their order")
+    return whole
+
+
+def entry_of(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """The list of which `value` is one number, and which one; None when it is something else."""
+    found = None
+    while (entry := one_entry(strip(value))) is not None:
+        whole, axis, number = entry
+        if axis != 0 or rank(whole) != 1:
+            break
+        found, value = (whole, number), whole
+        if dim(whole, 0) != 1:
+            break
+    return found
+
+
+def refuse_fixed_fill(value: ir.Value) -> None:
     """NoMatch unless the shape of a list of equal numbers is computed."""
     node = strip(value).producer()
     refuse_fixed_tokens(node)
@@ -217,17 +263,20 @@ def _plain(function: np.ufunc) -> Callable[..., Array]:
 
 
 _POINTWISE: Mapping[str, Callable[..., Array]] = {
+    "Abs": _plain(np.abs),
     "Add": _plain(np.add),
     "And": _plain(np.logical_and),
     "Cast": _cast,
     "Clip": _clip,
     "Div": _divide,
     "Equal": _plain(np.equal),
+    "Floor": _plain(np.floor),
     "Greater": _plain(np.greater),
     "Less": _plain(np.less),
     "Mod": _mod,
     "Mul": _plain(np.multiply),
     "Not": _plain(np.logical_not),
+    "Sign": _plain(np.sign),
     "Sub": _plain(np.subtract),
 }
 

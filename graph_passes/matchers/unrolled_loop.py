@@ -16,9 +16,10 @@ import onnx_ir as ir
 
 from graph_passes.matchers import router
 from graph_passes.matchers.ends import check_routing, ends, zeros_like
-from graph_passes.matchers.loop_branch import Branch, Mask, common_shape, find_mask, parse
+from graph_passes.matchers.loop_branch import Branch, common_shape, parse
+from graph_passes.matchers.loop_mask import Mask, find_mask, gathers_weights
 from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.matchers.places import block_name, judge
+from graph_passes.matchers.places import block_name, judge, recognised
 from graph_passes.matchers.views import NoMatch, dim, follow, is_standard, operand, produced_by, scalar, strip
 from graph_passes.moe_spec import MoeSpec
 
@@ -27,7 +28,7 @@ FAMILY = "unrolled_loop"
 
 def match_graph(graph: ir.Graph) -> list[MoeMatch | Miss]:
     """Find every unrolled loop over experts in `graph` (normalised, types and shapes inferred)."""
-    return [judge(masks[0].node, partial(_match, ids, masks)) for ids, masks in find_places(graph).items()]
+    return [judge(masks[0].node, partial(_match, ids, masks), FAMILY) for ids, masks in find_places(graph).items()]
 
 
 def find_places(graph: ir.Graph) -> dict[ir.Value, list[Mask]]:
@@ -40,17 +41,12 @@ def find_places(graph: ir.Graph) -> dict[ir.Value, list[Mask]]:
 
 
 def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
-    for mask in masks:
-        if mask.expert is None:
-            raise NoMatch(
-                mask.node,
-                "the expert id is computed while the graph runs, but the weights are fixed: this export holds only the "
-                "experts of the input it was traced with; export with an exporter that unrolls all experts",
-            )
+    _refuse_computed(masks)
     experts = [mask.expert for mask in masks if mask.expert is not None]
+    recognised("experts", f"{len(experts)} branches, one for each expert id, that read {ids.name}")
     width = _top_k_width(ids)
     if width is not None:
-        _check_ids(experts, width, ids)
+        check_ids(experts, width, ids)
     branches = sorted((parse(mask) for mask in masks), key=lambda branch: branch.expert)
     _check_alike(branches)
     total = _sum_of(branches)
@@ -68,7 +64,7 @@ def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
         if read.num_experts is None:
             raise NoMatch(ids.producer(), f"the graph does not say from how many experts {ids.name} is chosen")
         width = read.num_experts
-        _check_ids(experts, width, ids)
+        check_ids(experts, width, ids)
     check_routing(read, tokens, width, hidden_size)
     spec = MoeSpec(
         hidden_size=hidden_size,
@@ -87,19 +83,47 @@ def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
     return MoeMatch(name, FAMILY, spec, hidden_states, output, read.inputs, read.constants, weights)
 
 
+def _refuse_computed(masks: Sequence[Mask]) -> None:
+    """NoMatch when the branches are not those of constant experts, with the cause of it."""
+    for mask in masks:
+        if mask.limited:
+            raise NoMatch(
+                mask.node,
+                "each expert takes a limited number of tokens (the router's expert capacity) and the others are "
+                "dropped, which HinaMoE cannot say; leave this block as it is, or remove the limit from the model",
+            )
+        if mask.expert is not None:
+            continue
+        if mask.number is not None and gathers_weights(mask.number):
+            raise NoMatch(
+                mask.node,
+                f"the number of experts that the traced input reached, {len(masks)}, is fixed in this graph: it fails "
+                "on inputs that reach another number; export with "
+                "model.set_experts_implementation('batched_mm')",
+            )
+        raise NoMatch(
+            mask.node,
+            "the expert id is computed while the graph runs, but the weights are fixed: this export holds only the "
+            f"{len(masks)} experts that the traced input reached, so its outputs are wrong when others are chosen; "
+            "export with transformers 5 and model.set_experts_implementation('batched_mm'), or with optimum-onnx",
+        )
+
+
 def _top_k_width(ids: ir.Value) -> int | None:
     """Number of scores that the TopK behind `ids` chooses from; None when there is none or it is not known."""
     top_k = produced_by(ids, "TopK")
     return None if top_k is None else dim(operand(top_k, 0), -1)
 
 
-def _check_ids(experts: Sequence[int], width: int, ids: ir.Value) -> None:
+def check_ids(experts: Sequence[int], width: int, ids: ir.Value) -> None:
+    """NoMatch unless `experts` are the experts 0 .. width - 1, each once."""
     missing = sorted(set(range(width)) - set(experts))
     if missing:
         raise NoMatch(
             ids.producer(),
-            f"router width {width} but {_listed(missing)} missing: this export dropped the experts its dummy input did "
-            "not reach, so its outputs are wrong; export the model again with an exporter that keeps all experts",
+            f"router width {width} but {_listed(missing)} missing: this export dropped experts that its dummy input "
+            "did not reach, so its outputs are wrong; export with transformers 5 and "
+            "model.set_experts_implementation('batched_mm'), or trace with more tokens until no expert is missing",
         )
     unknown = sorted(set(experts) - set(range(width)))
     if unknown:

@@ -1,8 +1,8 @@
 """Looking through a graph: constants by value, producers behind views, projections to named axes.
 
 A view is a node that leaves every element's value and the row-major order of the elements as they are: Reshape,
-Flatten, Unsqueeze, Squeeze, Identity, a Transpose that leaves the axes in order, and a Cast between float types or
-between integer types.
+Flatten, Unsqueeze, Squeeze, Identity, a Transpose of more than two axes that leaves them in order but for those of size
+1, and a Cast between float types or between integer types.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def is_view(node: ir.Node) -> bool:
         return _same_kind(node.inputs[0].dtype, node.outputs[0].dtype or _cast_target(node))
     if node.op_type == "Transpose":
         perm = node.attributes.get_ints("perm", None)
-        return perm is not None and list(perm) == list(range(len(perm)))
+        if perm is None:
+            return False
+        units = len(perm) > 2  # of a matrix, it matters whether it is turned even where its elements stay in place
+        moved = [axis for axis in perm if not units or dim(node.inputs[0], axis) != 1]
+        return moved == sorted(moved)
     return node.op_type in RESHAPES
 
 
@@ -176,8 +180,14 @@ def dim(value: ir.Value, axis: int) -> int | None:
     """Size of one axis, or None when the graph does not give a number."""
     if value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None
-    size = value.shape[axis]
+    size = axis_of(value.shape[axis])
     return size if isinstance(size, int) else None
+
+
+def axis_of(entry: int | ir.SymbolicDim) -> int | str | None:
+    """Size or name of an axis, or None; a number as a name, which torch.export may give a fixed axis, is its size."""
+    name = entry if isinstance(entry, int) else entry.value
+    return int(name) if isinstance(name, str) and name.isdecimal() else name
 
 
 def is_last_axis(axis: int, value: ir.Value) -> bool:
@@ -210,7 +220,7 @@ def weight(value: ir.Value) -> WeightSource | None:
             if not swaps_last_two(node):
                 return None
             transpose = not transpose
-        elif not is_view(node) or not (node.op_type == "Identity" or (node.op_type == "Cast" and _widens(node))):
+        elif not is_view(node) or not (node.op_type == "Identity" or (node.op_type == "Cast" and widens(node))):
             return None
         value = operand(node, 0)
     if value.const_value is None or value.is_graph_input():
@@ -218,7 +228,7 @@ def weight(value: ir.Value) -> WeightSource | None:
     return WeightSource(value, transpose)
 
 
-def _widens(node: ir.Node) -> bool:
+def widens(node: ir.Node) -> bool:
     """Whether a Cast between floats keeps every value."""
     source, target = operand(node, 0).dtype, node.outputs[0].dtype or _cast_target(node)
     return source == target or target == ir.DataType.FLOAT or target == ir.DataType.DOUBLE
@@ -233,11 +243,39 @@ def swaps_last_two(node: ir.Node) -> bool:
     return len(perm) >= 2 and list(perm) == [*axes[:-2], axes[-1], axes[-2]]
 
 
+def one_entry(value: ir.Value) -> tuple[ir.Value, int, int] | None:
+    """What `value` is one entry of, by Split, Slice or Gather of a constant: the whole, the axis and the number."""
+    node = value.producer()
+    if node is None or not is_standard(node) or node.op_type not in ("Split", "Slice", "Gather"):
+        return None
+    whole, axis, number = operand(node, 0), node.attributes.get_int("axis", 0), value.index()
+    if node.op_type == "Split":
+        sizes = integers(node.inputs[1]) if len(node.inputs) > 1 else None
+        single = dim(value, axis) == 1 if sizes is None else set(sizes) == {1}
+        return (whole, axis, number) if single and number is not None else None
+    if node.op_type == "Gather":
+        picked = integers(node.inputs[1])
+        return (whole, axis, picked[0]) if picked is not None and len(picked) == 1 else None
+    start, end, axes, step = (integers(v) for v in (*node.inputs, None, None, None, None)[1:5])
+    if not start or not end or not axes or len(start) != 1 or end[0] != start[0] + 1 or step not in (None, (1,)):
+        return None
+    return whole, axes[0], start[0]
+
+
 def only_consumer(value: ir.Value) -> ir.Node:
-    """The one node that reads `value`; NoMatch when others, or the graph's outputs, read it too."""
-    consumers = value.consumers()
-    if len(consumers) != 1 or value.is_graph_output():
-        raise NoMatch(value.producer(), f"{value.name} is read by {len(consumers)} nodes or is a graph output")
+    """The one node that reads more of `value` than its shape; NoMatch when others, or the graph's outputs, do too."""
+    consumers = [node for node in value.consumers() if node.op_type != "Shape"]
+    if value.is_graph_output():
+        raise NoMatch(
+            value.producer(),
+            f"{value.name}, a value inside the block, is a graph output, which HinaMoE does not give; leave it out",
+        )
+    if len(consumers) != 1:
+        readers = ", ".join(node.op_type for node in consumers) or "no node"
+        raise NoMatch(
+            value.producer(),
+            f"{value.name}, a value inside the block, is read by {readers}; expected one node that goes on with it",
+        )
     return consumers[0]
 
 

@@ -5,33 +5,59 @@ Large tensors are neither read nor copied.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from graph_passes.normalize.constants import FoldSmallConstants
-from graph_passes.normalize.no_ops import RemoveNoOpCasts
+from graph_passes.moe_node import is_fused
+from graph_passes.normalize.bias_gelu import split_bias_gelu
+from graph_passes.normalize.constants import fold_small_constants
+from graph_passes.normalize.fused_gemm import split_fused_gemm
+from graph_passes.normalize.lifting import lift_constants
+from graph_passes.normalize.names import make_names_unique
+from graph_passes.normalize.no_ops import remove_no_ops
+from graph_passes.normalize.reshapes import merge_reshapes
+from graph_passes.normalize.shapes import infer_shapes
+
+_ROUNDS = 4
+"""Shapes are inferred at most so often: once more after each folding that made sizes known."""
 
 
 def normalize(model: ir.Model) -> None:
     """Bring `model` into canonical shape, in place.
 
-    Functions are inlined, missing types and shapes are inferred, Constant nodes become initializers, Identity nodes
-    and Casts to the same type disappear, small constant expressions are computed, equal nodes are merged and unused
-    ones dropped.
+    Functions are inlined, but for those that are fused, missing types and shapes are inferred, Constant nodes become
+    initializers, Identity nodes and Casts to the same type disappear, small constant expressions are computed, reshapes
+    of reshapes become one, activations of FusedGemm become nodes, equal nodes are merged and unused ones dropped.
     """
     if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
         # transformers leaves it out: ONNX Runtime does not mind, shape inference fails on the whole model.
         model.opset_imports.setdefault("com.microsoft", 1)
-    passes: list[ir.passes.InPlacePass] = []
     if model.functions:
-        passes.append(common.InlinePass())
-    passes += [
-        common.ShapeInferencePass(strict_mode=False, data_prop=True),
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.IdentityEliminationPass(),
-        RemoveNoOpCasts(),
-        FoldSmallConstants(),
-        common.CommonSubexpressionEliminationPass(),
-        common.RemoveUnusedNodesPass(),
-    ]
-    ir.passes.Sequential(*passes)(model)
+        _inline(model)
+    split_fused_gemm(model)
+    split_bias_gelu(model)
+    make_names_unique(model)
+    _merge_equal_nodes(model)  # a graph of many small constants shrinks by half
+    lift_constants(model)
+    for _ in range(_ROUNDS):
+        infer_shapes(model)
+        remove_no_ops(model)
+        if not fold_small_constants(model):
+            break
+    merge_reshapes(model)
+    _merge_equal_nodes(model)
+    common.RemoveUnusedNodesPass()(model)
+
+
+def _inline(model: ir.Model) -> None:
+    """Inline every function that is not fused; where that cannot be done, the rest stays as it is."""
+    with suppress(ValueError):  # functions of another opset than the model's
+        common.InlinePass(lambda function: not is_fused(function))(model)
+
+
+def _merge_equal_nodes(model: ir.Model) -> None:
+    """Within each graph: what a body computes is not moved out of it."""
+    for graph in list(model.graphs()):
+        common.CommonSubexpressionEliminationPass()(ir.Model(graph, ir_version=model.ir_version))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from graph_passes.fuse_moe import UniqueNames
-from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import is_fused, is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
 from graph_passes.op_schema import FLOAT_TYPES, INPUTS, PROJECTIONS
 from graph_passes.quantize.formats import WeightFormat, either
@@ -57,13 +58,17 @@ def convert_weights(model: ir.Model, types: WeightTypes, progress: Progress | No
     counts matrices, first in the stage "measuring weights", and in the saving in the stage "quantising".
 
     Raises WeightError, naming node or tensor, for a node that is not valid, for weights that are quantised already in
-    another format, and for NaN, infinities and weights beyond the range of the new type; the model is unchanged then.
+    another format, and for NaN, infinities and weights beyond the range of the new type; the nodes are unchanged then.
+    Functions that hold such nodes are inlined.
     """
+    if any(is_fused(function) for function in model.functions.values()):
+        common.InlinePass()(model)  # each call has weights of its own
     nodes = [_Node(node, types) for node in model.graph.all_nodes() if is_hina_moe(node)]
     conversions: dict[object, Conversion] = {}  # several nodes may read the same weights
     for node in nodes:
         for name, target in node.targets.items():
-            key = (*node.weights[name], node.spec.matrix_shape(name), target)
+            tensors = [id(value.const_value) for value in node.weights[name]]
+            key = (*tensors, node.spec.matrix_shape(name), target)
             node.conversions[name] = conversions.setdefault(key, node.conversion(name))
     unmeasured = [conversion for conversion in conversions.values() if conversion.needs_measuring]
     tick = _counter(progress, "measuring weights", sum(conversion.matrices for conversion in unmeasured))
@@ -144,11 +149,13 @@ class _Rewriter:
 
     def rewrite(self, old: _Node) -> NodeChange:
         """Replace `old.node` in its graph; initializers that nothing uses any more go."""
+        graph = old.node.graph
+        assert isinstance(graph, ir.Graph)
         formats = {name: str(form) for name, form in old.spec.formats.items()}
         fields: dict[str, list[ir.Value]] = {}
         for name, values in old.weights.items():
             if conversion := old.conversions.get(name):
-                made = conversion.values(self._names.unique, self._tick)
+                made = conversion.values(graph, self._names.unique, self._tick)
                 fields |= {name + part: new for part, new in made.items()}
                 if isinstance(conversion.target, WeightFormat):
                     formats[name] = str(conversion.target)

@@ -43,7 +43,8 @@ class Conversion:
         self.target = target
         self.scale_type = ir.DataType.FLOAT16
         self._tensors = [_Tensor(value, leading, shape, target, symmetric) for value in sources]
-        self._made: dict[str, list[ir.Value]] = {}
+        self._new: list[dict[str, ir.LazyTensor]] = []
+        self._made: dict[ir.Graph, dict[str, list[ir.Value]]] = {}
 
     @property
     def matrices(self) -> int:
@@ -68,8 +69,7 @@ class Conversion:
     @property
     def bytes_after(self) -> int:
         """Bytes of the new tensors, scales and zero points included."""
-        made = (value.const_value for values in self._made.values() for value in values)
-        return sum(tensor.nbytes for tensor in made if tensor is not None)
+        return sum(tensor.nbytes for parts in self._new for tensor in parts.values())
 
     @property
     def relative_l2(self) -> float | None:
@@ -94,22 +94,25 @@ class Conversion:
         if not all([tensor.measure(tick) for tensor in self._tensors]):
             self.scale_type = ir.DataType.FLOAT
 
-    def values(self, unique: Callable[[str], str], tick: Tick) -> dict[str, list[ir.Value]]:
-        """New initializers for "" (values or codes), "_scales" and "_zero_points"; every call returns the same.
+    def values(self, graph: ir.Graph, unique: Callable[[str], str], tick: Tick) -> dict[str, list[ir.Value]]:
+        """New initializers for "" (values or codes), "_scales" and "_zero_points"; the same for every call of a graph.
 
-        They are registered in the graphs of the old ones, under names that `unique` makes. Saving them may raise
-        WeightError, naming the old tensor.
+        They are registered in `graph`, under names that `unique` makes; those of several bodies hold the same tensors.
+        Saving them may raise WeightError, naming the old tensor.
         """
-        for tensor in () if self._made else self._tensors:
-            graph = tensor.source.graph
-            assert graph is not None
-            base = f"{tensor.source.name}.{self.after.replace(':', '_')}"
-            for part, lazy in tensor.parts(self.scale_type, tick).items():
-                lazy.name = unique(base + part)
-                value = ir.Value(name=lazy.name, shape=lazy.shape, type=ir.TensorType(lazy.dtype), const_value=lazy)
-                graph.register_initializer(value)
-                self._made.setdefault(part, []).append(value)
-        return self._made
+        self._new = self._new or [tensor.parts(self.scale_type, tick) for tensor in self._tensors]
+        if graph not in self._made:
+            made: dict[str, list[ir.Value]] = {}
+            for tensor, parts in zip(self._tensors, self._new, strict=True):
+                base = f"{tensor.source.name}.{self.after.replace(':', '_')}"
+                for part, lazy in parts.items():
+                    name, kind = unique(base + part), ir.TensorType(lazy.dtype)
+                    lazy.name = lazy.name or name
+                    value = ir.Value(name=name, shape=lazy.shape, type=kind, const_value=lazy)
+                    graph.register_initializer(value)
+                    made.setdefault(part, []).append(value)
+            self._made[graph] = made
+        return self._made[graph]
 
 
 class _Tensor:

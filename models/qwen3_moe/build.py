@@ -48,7 +48,7 @@ def build(folder: str | Path, *, dtype: str = "float32", **overrides: Any) -> Pa
     torch.manual_seed(SEED)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**CONFIG, **overrides}))
     model.to(getattr(torch, dtype)).eval().save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -63,7 +63,7 @@ def export(checkpoint: str | Path, folder: str | Path, *, dtype: str | None = No
     return Path(folder) / "model.onnx"
 
 
-def _tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """A byte-level tokenizer without merges: token id = special tokens, then the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

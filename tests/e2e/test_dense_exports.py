@@ -21,7 +21,8 @@ TOKENS = ((1, 1), (2, 1), (1, 7), (3, 11))
 
 
 LLAMA4: dict[str, Any] = {
-    "weight_inputs": ("gate_up_proj", "down_proj"),
+    "weight_inputs": ("gate_up_proj", "down_proj", "shared_gate_proj", "shared_up_proj", "shared_down_proj"),
+    "shared_intermediate_size": blocks.INTERMEDIATE,
     "score_func": "sigmoid_topk",
     "router_input": "router_weight",
     "apply_weights_to": "input",

@@ -53,7 +53,7 @@ def inputs(session: ort.InferenceSession, batch: int, length: int, past: int) ->
             dtype = np.float16 if item.type == "tensor(float16)" else np.float32
             shape = (batch, TINY["num_key_value_heads"], past, TINY["head_dim"])
             feeds[item.name] = rng.standard_normal(shape).astype(dtype)
-    return feeds
+    return {item.name: feeds[item.name] for item in session.get_inputs()}
 
 
 def export(folder: Path, *, dtype: str | None = None, **overrides: Any) -> Path:

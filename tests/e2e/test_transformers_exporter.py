@@ -15,7 +15,7 @@ import hina_ort
 from graph_passes.accuracy import float16_bound, relative_l2
 from graph_passes.pipeline import fuse_model
 from models import blocks
-from models.blocks import BLOCKS, EXPERTS, HIDDEN, TOP_K, expected_spec
+from models.blocks import BLOCKS, EXPERTS, HIDDEN, SHARED_SIZES, TOP_K, expected_spec
 from tests.graphs import compare, copy_of, find, only_match, run_original
 
 pytestmark = pytest.mark.dynamo
@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "gpt_oss": ({"num_local_experts": EXPERTS}, 2),
     "mixtral": ({"num_local_experts": EXPERTS}, 2),
     "olmoe": ({"num_experts": EXPERTS}, 2),
+    "qwen2_moe": ({"num_experts": EXPERTS, "shared_expert_intermediate_size": 48}, 2),
     "qwen3_moe": ({"num_experts": EXPERTS, "norm_topk_prob": True}, 2),
 }
 """Settings, and the number of MoE layers."""
@@ -119,6 +120,7 @@ def test_every_moe_layer_of_a_model_is_fused(architecture: str) -> None:
     assert len({block.name for block in report.fused}) == len(report.fused)
     for block in report.fused:
         assert block.worst_relative_l2 <= 1e-5
+        assert (block.spec.has_shared_expert, block.note) == (architecture in SHARED_SIZES, "")
     left = {node.op_type for node in model.graph}
     assert "HinaMoE" in left and not left & {"TopK", "CumSum", "ScatterElements"}
     for batch, length in TOKENS:
@@ -137,7 +139,8 @@ def test_a_block_of_every_architecture_is_fused(architecture: str) -> None:
     model = copy_of(source)
     report = fuse_model(model)
     assert report.refused == []
-    assert len(report.fused) == 1
+    assert [(block.spec, block.note) for block in report.fused] == [(expected_spec(architecture, shared=True), "")]
+    assert [node.op_type for node in model.graph] == ["HinaMoE"]
     for batch, length in TOKENS:
         rng = np.random.default_rng([batch, length])
         feeds = {"hidden_states": rng.standard_normal((batch, length, HIDDEN)).astype(np.float32)}

@@ -12,7 +12,8 @@ import pytest
 import hina_ort
 from graph_passes.accuracy import relative_l2
 from graph_passes.pipeline import fuse_model
-from tests.dense_graphs import GPT_OSS, LLAMA4, E, H, K, block, mutants, swapped
+from tests.dense_graphs import GPT_OSS, LLAMA4, E, H, K, block, swapped
+from tests.graph_mutants import mutants
 from tests.graphs import compare, find, only_match, only_miss, run_original
 
 
@@ -336,7 +337,7 @@ def runs(model: ir.Model, x: np.ndarray) -> np.ndarray | None:
 def test_a_mutant_is_refused_or_computes_the_same(form: dict[str, str]) -> None:
     x = np.random.default_rng(8).standard_normal((2, 5, H)).astype(np.float32)
     fused = refused = 0
-    for what, model in mutants(form):
+    for what, model in mutants(lambda: block(form)):
         before = runs(model, x)
         if before is None:
             continue

@@ -333,7 +333,14 @@ def test_a_failed_save_leaves_no_new_folder(tmp_path: Path, error: type[BaseExce
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
-def test_an_interrupt_cannot_part_a_model_from_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_cannot_part_a_model_from_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = signal.signal(number, stop)
     target = tmp_path / "model.onnx"
     save(ir.from_proto(proto()), target)
     model = ir.from_proto(proto())
@@ -344,11 +351,14 @@ def test_an_interrupt_cannot_part_a_model_from_its_data(tmp_path: Path, monkeypa
     def interrupted(old: Path, new: Path) -> None:
         move(old, new)
         if Path(new).parent == tmp_path:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(os, "replace", interrupted)
-    with suppress(KeyboardInterrupt):
-        save(model, target)
+    try:
+        with suppress(KeyboardInterrupt):
+            save(model, target)
+    finally:
+        signal.signal(number, kept)
     assert set(external(target)) == {"big", "shift"}
     np.testing.assert_array_equal(load(target).graph.initializers["shift"].const_value.numpy(), BIG + 1)
     assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]

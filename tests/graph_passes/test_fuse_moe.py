@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from dataclasses import replace
 
@@ -207,6 +208,14 @@ def test_experts_may_differ_in_type_unless_they_are_stacked() -> None:
         else:
             with pytest.raises(ValueError, match="the experts' up_proj have types FLOAT and FLOAT16"):
                 check(match)
+
+
+@pytest.mark.parametrize("field", ["activation_alpha", "routed_scaling_factor"])
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_refused(field: str, number: float) -> None:
+    match = only_match(model_of(Loop()))
+    with pytest.raises(ValueError, match=f"{field} is {number} in the graph, HinaMoE takes finite numbers"):
+        check(replace(match, spec=replace(match.spec, **{field: number})))
 
 
 def test_sizes_are_checked_before_anything_else() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from graph_passes.matchers import MoeMatch
 from graph_passes.pipeline import fuse_model
-from tests.graphs import compare, find, only_match, only_miss, parse
+from tests.graphs import Parts, check_match, compare, find, only_miss, parse
 
 # 2I is H and E is k * 2 on purpose: no shape tells the layout.
 H, I, E, K = 16, 8, 4, 2  # noqa: E741
@@ -122,21 +122,8 @@ PARTS: dict[str, str] = {
 }
 
 
-def block(outputs: str = f"float[T, {H}] y", **parts: str) -> ir.Model:
-    """A whole block; each of PARTS may be spelled otherwise."""
-    assert parts.keys() <= PARTS.keys()
-    nodes = " ".join({**PARTS, **parts}.values())
-    return parse(f"(float[T, {H}] x) => ({outputs}) {{ {nodes} }}", CONSTANTS)
-
-
-def changed(part: str, *replacements: tuple[str, str]) -> dict[str, str]:
-    """A part of PARTS with its text changed; each change must change something."""
-    text = PARTS[part]
-    for old, new in replacements:
-        assert old in text, old
-        text = text.replace(old, new)
-    return {part: text}
-
+BLOCK = Parts(PARTS, CONSTANTS, H)
+block, changed = BLOCK.block, BLOCK.changed
 
 SIMPLE_BINS = changed(
     "histogram",
@@ -183,13 +170,7 @@ LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_matched(name: str) -> None:
     parts, expected = LAYOUTS[name]
-    model = block(**parts)
-    match = only_match(model)
-    assert match.family == "grouped_mm"
-    for tokens in (1, 23):
-        x = np.random.default_rng(tokens).standard_normal((tokens, H)).astype(np.float32)
-        assert compare(model, match, x) < 1e-5
-    assert {name: getattr(match.spec, name) for name in expected} == expected
+    check_match(block(**parts), "grouped_mm", expected)
 
 
 def test_it_is_proven_and_fused() -> None:

@@ -22,6 +22,15 @@ CONSTANTS = {
     "many": np.zeros(200, np.int64),
     "w": np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32),
     "tenth": np.array([0.1], np.float32),
+    "last": np.array([-1]),
+    "zero": np.array([0]),
+    "eight": np.array([8]),
+    "depth": np.array(2),
+    "one_three": np.array([1, 3]),
+    "end": np.array([2**63 - 1]),
+    "by_four": np.array([-1, 4]),
+    "five_by_h": np.array([5, 8]),
+    "keep_by_h": np.array([0, 8]),
 }
 
 
@@ -51,6 +60,40 @@ CASES = {
     "Shape of an initializer": (
         "s = Shape(w) g = Gather(s, i) y0 = Reshape(w, g) y = MatMul(x, y0)",
         ["MatMul"],
+    ),
+    "a known axis of a shape, by Slice": (
+        "s = Shape(x) h = Slice(s, last, end) m = Neg(one) t = Concat<axis = 0>(m, h) y = Reshape(x, t)",
+        ["Reshape"],
+    ),
+    "a known axis of a shape, by attributes": (
+        "h = Shape<start = 1, end = 2>(x) m = Neg(one) t = Concat<axis = 0>(m, h) y = Reshape(x, t)",
+        ["Reshape"],
+    ),
+    "an unknown axis of a shape, by Slice": (
+        "s = Shape(x) h = Slice(s, zero, one) t = Concat<axis = 0>(h, last) y = Reshape(x, t)",
+        ["Shape", "Slice", "Concat", "Reshape"],
+    ),
+    "repeats by OneHot": ("o = OneHot(one, depth, one_three) r = Reshape(o, last) y = Tile(x, r)", ["Tile"]),
+    "sizes that follow from other sizes": (
+        "o = OneHot(one, depth, one_three) r = Reshape(o, last) t = Tile(x, r) s = Shape(t) g = Gather(s, one) "
+        "n = Concat<axis = 0>(last, g) u = Neg(t) y = Reshape(u, n)",
+        ["Tile", "Neg", "Reshape"],
+    ),
+    "reshapes there and back": (
+        "a = Reshape(x, by_four) b = Unsqueeze(a, one) c = Reshape(b, by_h) d = Reshape(c, by_four) y = Relu(d)",
+        ["Reshape", "Relu"],
+    ),
+    "a reshape to a fixed number of tokens stays": (
+        "a = Reshape(x, by_four) b = Reshape(a, five_by_h) c = Reshape(b, by_four) y = Relu(c)",
+        ["Reshape", "Reshape", "Reshape", "Relu"],
+    ),
+    "reshapes that keep an axis of their input stay": (
+        "a = Reshape(x, keep_by_h) b = Unsqueeze(a, one) c = Squeeze(b, one) d = Reshape(c, keep_by_h) y = Relu(d)",
+        ["Reshape", "Unsqueeze", "Squeeze", "Reshape", "Relu"],
+    ),
+    "equal constants, one of them computed": (
+        "m = Neg(one) c = Concat<axis = 0>(m, eight) a = Reshape(x, by_h) b = Reshape(x, c) y = Add(a, b)",
+        ["Reshape", "Add"],
     ),
     "arithmetic on floats stays": ("c = Mul(tenth, tenth) y = Mul(x, c)", ["Mul", "Mul"]),
     "constants of other types stay": (
@@ -92,6 +135,22 @@ def test_an_invalid_node_is_left_for_the_runtime_to_name() -> None:
     assert operators(model) == ["Concat", "Reshape"]
 
 
+def test_a_reshape_of_an_old_opset_is_left_alone() -> None:
+    model = parse("(float[T, 8] x) => (float[N] y) { y = Reshape<shape = [-1]>(x) }", {}, opset=4)
+    normalize(model)
+    assert operators(model) == ["Reshape"]
+
+
+def test_reshapes_are_not_merged_through_an_operator_of_another_domain() -> None:
+    model = parse(
+        "(float[T, 8] x) => (float[M, 4] y) "
+        "{ a = Reshape(x, s) b = com.microsoft.Flatten(a) c = Reshape(b, s) y = Relu(c) }",
+        {"s": np.array([-1, 4])},
+    )
+    normalize(model)
+    assert operators(model) == ["Reshape", "Flatten", "Reshape", "Relu"]
+
+
 def test_outputs_keep_their_names() -> None:
     model = normalised("a = Relu(x) y = Identity(a) z = Relu(x)", "float[T, 8] y, float[T, 8] z")
     assert [output.name for output in model.graph.outputs] == ["y", "z"]
@@ -119,3 +178,14 @@ def test_functions_are_inlined() -> None:
     normalize(model)
     assert operators(model) == ["Relu", "Relu"]
     np.testing.assert_array_equal(run_original(model, X)[0], run_original(before, X)[0])
+
+
+@pytest.mark.parametrize("opset", [13, 14, 20])
+def test_sizes_go_through_a_computed_reshape_at_opset_13_too(opset: int) -> None:
+    nodes = "s = Shape(x) t = Gather(s, zero) by = Concat<axis = 0>(t, two, last) a = Reshape(x, by) y = Relu(a)"
+    model = parse(f"(float[T, 8] x) => (float[T, M, N] y) {{ {nodes} }}", CONSTANTS, opset=opset)
+    normalize(model)
+    (reshape,) = (node for node in model.graph if node.op_type == "Reshape")
+    assert reshape.outputs[0].shape is not None
+    assert reshape.outputs[0].shape[1] == 2
+    assert model.opset_imports[""] == opset

@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
 
 from graph_passes import fuse_moe, pipeline
 from graph_passes.matchers import Miss, MoeMatch, WeightSource
@@ -141,32 +140,6 @@ def test_names_of_the_model_are_read_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fuse_moe, "UniqueNames", lambda model: made.append(model) or names(model))
     assert len(fuse_model(two_blocks()).fused) == 2
     assert len(made) == 1
-
-
-def test_a_block_in_a_subgraph_is_refused() -> None:
-    body = ir.to_proto(model_of(Loop()))
-    body.graph.ClearField("input")
-    other = helper.make_graph(
-        [helper.make_node("Neg", ["x"], ["z"])],
-        "other",
-        [],
-        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
-    )
-    choice = helper.make_node("If", ["first"], ["out"], name="choice", then_branch=body.graph, else_branch=other)
-    graph = helper.make_graph(
-        [choice],
-        "main",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "S", 8]),
-            helper.make_tensor_value_info("first", TensorProto.BOOL, []),
-        ],
-        [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)],
-    )
-    model = ir.from_proto(helper.make_model(graph, opset_imports=body.opset_import, ir_version=9))
-    report = fuse_model(model)
-    assert (report.found, report.applied) == ([], False)
-    assert len(report.refused) == 1
-    assert "If choice" in report.refused[0].reason
 
 
 def test_failed_shape_inference_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

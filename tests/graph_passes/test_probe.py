@@ -172,6 +172,19 @@ def test_shapes_may_come_from_outside_the_block() -> None:
     assert result.ok, result.reason
 
 
+def test_the_number_of_tokens_may_be_that_of_rows_of_another_layer() -> None:
+    """transformers' exporter takes the sizes of a layer from the one before, where they are equal."""
+    loop = Loop(source="h")
+    text = loop.text().replace("flat_shape = Shape(flat)", "flat_shape = Shape(before)")
+    layer = "h0 = Gather(table, tokens)\nrows0 = Reshape(h0, rows)\nbefore = Relu(rows0)\nh = Neg(h0)\n"
+    model = parse(
+        "(int64[B, S] tokens) => (float[B, S, 8] y) {\n" + layer + text + "\n}",
+        {**loop.arrays, "table": np.random.default_rng(0).standard_normal((20, 8)).astype(np.float32)},
+    )
+    result = probe(model, only_match(model))
+    assert result.ok, result.reason
+
+
 def test_explicit_ids_reach_every_expert() -> None:
     loop = Loop(width=7, top_k=3)
     text = loop.text().replace("mixing = Div(values, total)", "mixing0 = Div(values, total)\nmixing = Sin(mixing0)")
@@ -215,6 +228,17 @@ def test_a_router_that_shuns_an_expert_is_replaced() -> None:
     assert probe(model, match).ok
     wrong = {**match.weights, "up_proj": tuple(match.weights["up_proj"][e] for e in (0, 1, 1, 3))}
     assert not probe(model, replace(match, weights=wrong)).ok
+
+
+def test_a_block_that_gives_no_finite_number_proves_nothing() -> None:
+    model = model_of(Loop())
+    match = only_match(model)
+    for source in match.weights["down_proj"]:
+        array = np.full(source.stored.shape.numpy(), np.nan, np.float32)
+        source.value.const_value = ir.Tensor(array, name=source.value.name)
+    result = probe(model, swapped(match))
+    assert not result.ok
+    assert "nothing that the block computes is finite" in result.reason
 
 
 def test_unreachable_experts_are_named() -> None:

@@ -25,8 +25,10 @@ CONSTANTS: dict[str, np.ndarray] = {
     "router_bias": RNG.standard_normal(EXPERTS).astype(np.float32),
     "bias": RNG.standard_normal(EXPERTS).astype(np.float32) * 0.2,
     "bias_of_1": np.array([0.2], np.float32),
+    "bias_row": RNG.standard_normal((1, EXPERTS)).astype(np.float32) * 0.2,
     "k": np.array([TOP_K]),
     "one_i": np.array([1]),
+    "four_i": np.array([4]),
     "last": np.array([-1]),
     "tokens_by_groups": np.array([-1, 4, 2]),
     "tokens_by_one_group": np.array([-1, 1, 8]),
@@ -41,6 +43,8 @@ CONSTANTS: dict[str, np.ndarray] = {
     "tiny": np.float32(1e-12),
     "far": np.float32(0.02),
     "half": np.float32(0.5),
+    "three": np.float32(3.0),
+    "third": np.float32(1.0 / 3.0),
     "minus_half": np.float32(-0.5),
     "axis_h": np.array([HIDDEN]),
 }
@@ -107,6 +111,11 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{SOFTMAX_TOPK} n = ReduceL2<keepdims = 1>(v, last) w = Div(v, n)",
         {"norm_topk_prob": True, "norm_p": 2.0},
     ),
+    "3-norm": (
+        f"{SOFTMAX_TOPK} a = Abs(v) p = Pow(a, three) {SUM.replace('(v', '(p')} r = Pow(n, third) w = Div(v, r)",
+        {"norm_topk_prob": True, "norm_p": 3.0},
+    ),
+    "divided by a number": (f"{SOFTMAX_TOPK} w = Div(v, half)", {"routed_scaling_factor": 2.0}),
     "scaled": (f"{SOFTMAX_TOPK} w = Mul(scale, v)", {"routed_scaling_factor": 2.5}),
     "Gemm, transB": ("l = Gemm<transB = 1>(x, w_nk) s = Softmax(l) w, ids = TopK(s, k)", {}),
     "Gemm with bias": ("l = Gemm<transB = 1>(x, w_nk, router_bias) s = Softmax(l) w, ids = TopK(s, k)", {}),
@@ -129,6 +138,10 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sigmoid of the k": (f"{LOGITS} v, ids = TopK(l, k) w = Sigmoid(v)", {"score_func": "sigmoid_topk"}),
     "selection bias": (f"{SIGMOID_GATHER} {SUM} w = Div(v, n)", {"score_func": "sigmoid", "norm_topk_prob": True}),
+    "selection bias stored as a row": (
+        f"{SIGMOID_GATHER.replace('bias', 'bias_row')} w = Identity(v)",
+        {"score_func": "sigmoid"},
+    ),
     "selection bias used for mixing": (
         f"{LOGITS} s = Sigmoid(l) c = Add(bias, s) w, ids = TopK(c, k)",
         {"score_func": "sigmoid", "mixing_source": "selection"},
@@ -140,6 +153,11 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "groups, best one, zero": (
         f"{LOGITS} c = Softmax(l) {group_mask(MAX, 'm = Where(b, c, zero)')} w, ids = TopK(m, k)",
+        {"n_group": 4, "topk_group": 2, "group_mask_value": 0.0, "mixing_source": "selection"},
+    ),
+    "groups whose size is inferred": (
+        f"{LOGITS} rows = Shape<start = 0, end = 1>(x) by_groups = Concat<axis = 0>(rows, four_i, last) "
+        f"c = Softmax(l) {group_mask(MAX, 'm = Where(b, c, zero)', 'by_groups')} w, ids = TopK(m, k)",
         {"n_group": 4, "topk_group": 2, "group_mask_value": 0.0, "mixing_source": "selection"},
     ),
     "one group is no group": (
@@ -201,6 +219,13 @@ UNKNOWN = {
         f"{LOGITS} s = Softmax(l) a, ids = TopK(s, k) z, other = TopK<largest = 0>(s, k) "
         "w = GatherElements<axis = 1>(s, other)"
     ),
+    "divided by another root of the sum": (
+        f"{SOFTMAX_TOPK} p = Pow(v, three) t = ReduceSum<keepdims = 1>(p, last) n = Pow(t, half) w = Div(v, n)"
+    ),
+    "divided by the norm of other weights": (
+        f"{SOFTMAX_TOPK} o = Neg(v) p = Pow(o, three) {SUM.replace('(v', '(p')} r = Pow(n, third) w = Div(v, r)"
+    ),
+    "a selection bias of 0 axes": f"{SIGMOID_GATHER.replace('bias', 'half')} w = Identity(v)",
     "negative floor": f"{SOFTMAX_TOPK} {SUM} f = Max(n, minus_half) w = Div(v, f)",
     "tanh scores": f"{LOGITS} s = Tanh(l) w, ids = TopK(s, k)",
     "softmax of experts within groups": (
@@ -242,6 +267,11 @@ def test_logits_are_handed_over_with_one_number_per_expert() -> None:
 def test_ids_of_an_unknown_router_must_not_be_negative() -> None:
     with pytest.raises(NoMatch, match="may hold negative expert ids"):
         route_of(f"{LOGITS} s = Tanh(l) w, chosen = TopK(s, k) ids = Neg(chosen)")
+
+
+def test_ids_are_as_many_as_top_k_says_whatever_their_shape_says() -> None:
+    with pytest.raises(NoMatch, match="TopK chooses 4 experts, but 2 are used for each token"):
+        route_of(f"{LOGITS} s = Tanh(l) w, ids = TopK(s, four_i)")
 
 
 def test_sparsemixer_is_read_from_its_two_rounds() -> None:

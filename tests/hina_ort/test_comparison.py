@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from graph_passes.accuracy import relative_l2
-from hina_ort.comparison import CheckError, compare_models, random_inputs
+from hina_ort.comparison import FULL, CheckError, Sizes, compare_in_full, compare_models, random_inputs
 from tests.hina_ort import tiny
 
 
@@ -40,6 +40,14 @@ def test_inputs_of_a_decoder_fit_together(seed: int) -> None:
     key, value = inputs["past_key_values.0.key"], inputs["past_key_values.0.value"]
     assert key.shape == value.shape == (batch, 2, past, 8)
     assert (key.dtype, value.dtype) == (np.float32, np.float16) and key.std() > 0.1
+
+
+@pytest.mark.parametrize("wanted", [None, Sizes(3, 5, 0)])
+def test_the_batch_may_have_a_name_for_each_input(wanted: Sizes | None) -> None:
+    signature = [argument("input_ids", ["s72", "s53"]), argument("attention_mask", ["s43", "s53"])]
+    inputs, sizes = random_inputs(signature, {}, np.random.default_rng(3), wanted)
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (sizes["s72"], sizes["s53"])
+    assert wanted is None or inputs["input_ids"].shape == (3, 5)
 
 
 def test_other_axes_and_types() -> None:
@@ -82,6 +90,46 @@ def test_a_changed_weight_is_seen(model: Path, tmp_path: Path) -> None:
     checks = compare_models(model, changed, 3)
     assert len({tuple(check.sizes.items()) for check in checks}) > 1
     assert all(1e-4 < check.relative_l2 < 0.1 and check.output == "logits" for check in checks)
+
+
+def test_a_full_check_covers_batches_tokens_and_caches(model: Path) -> None:
+    signature = [
+        argument("input_ids", ["batch_size", "sequence_length"]),
+        argument("attention_mask", ["batch_size", "total_sequence_length"]),
+        argument("past_key_values.0.key", ["batch_size", 2, "past_sequence_length", 8], "float"),
+        argument("other", ["s7", None], "float"),
+    ]
+    seen = []
+    for wanted in FULL:
+        inputs, sizes = random_inputs(signature, {}, np.random.default_rng(0), wanted)
+        assert inputs["attention_mask"].shape[1] == wanted.past + wanted.tokens
+        assert inputs["other"].shape[0] == sizes["s7"] == wanted.tokens
+        seen.append((sizes["batch_size"], sizes["sequence_length"], sizes["past_sequence_length"]))
+    for batch, tokens, past in ((1, 1, 0), (1, 1, 6), (2, 4, 0)):
+        assert (batch, tokens, past) in seen
+    assert any(batch > 1 and tokens > 1 and past for batch, tokens, past in seen)
+    checks, skipped = compare_in_full(model, model)
+    assert [check.sizes["sequence"] for check in checks] == [wanted.tokens for wanted in FULL] and not skipped
+
+
+def test_sizes_that_the_original_does_not_run_with_are_skipped(tmp_path: Path) -> None:
+    def save(name: str, target: list[int]) -> Path:
+        x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "sequence", 4])
+        y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+        nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
+        graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(np.array(target), "shape")])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / name)
+        return tmp_path / name
+
+    free, one, seventh = save("free.onnx", [-1, 4]), save("one.onnx", [1, -1, 4]), save("seventh.onnx", [7, 1, 1, -1])
+    assert len(compare_in_full(free, free)[0]) == len(FULL)
+    checks, skipped = compare_in_full(seventh, seventh)
+    assert [check.sizes["sequence"] for check in checks] == [7] and len(skipped) == len(FULL) - 1
+    assert skipped[0].sizes == {"batch": 1, "sequence": 1} and "seventh.onnx" in skipped[0].reason
+    with pytest.raises(CheckError, match=r"seventh\.onnx"):
+        compare_in_full(one, seventh)  # what only the converted model cannot do is an error
+    with pytest.raises(CheckError, match=r"cannot run .*never\.onnx"):
+        compare_in_full(save("never.onnx", [1000]), free)
 
 
 def test_models_in_bfloat16_are_compared(tmp_path: Path) -> None:

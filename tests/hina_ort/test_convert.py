@@ -16,7 +16,7 @@ from graph_passes.accuracy import relative_l2
 from graph_passes.pipeline import FusedBlock
 from hina_ort import conversion
 from hina_ort.cli import app
-from hina_ort.comparison import Comparison
+from hina_ort.comparison import FULL, Comparison
 from tests.hina_ort import tiny
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
@@ -56,7 +56,8 @@ def test_json_says_what_happened(model: Path, tmp_path: Path) -> None:
     code, out, err = invoke(model, target, "--json", "--check", 3)
     report = json.loads(out)
     assert code == 0 and err == ""
-    assert [set(block) for block in report["fused"]] == [{"node", "family", "spec", "worst_relative_l2", "bytes"}] * 2
+    keys = {"node", "family", "spec", "worst_relative_l2", "bytes", "note"}
+    assert [set(block) for block in report["fused"]] == [keys] * 2
     assert report["fused"][0]["spec"]["num_experts"] == tiny.EXPERTS
     assert report["fused"][0]["bytes"] == 4 * 3 * tiny.EXPERTS * tiny.HIDDEN * tiny.INTERMEDIATE
     assert report["refused"] == [] and report["already_fused"] == 0
@@ -72,6 +73,13 @@ def test_json_says_what_happened(model: Path, tmp_path: Path) -> None:
     assert report["bytes_left"] >= 2 * 4 * tiny.VOCABULARY * tiny.HIDDEN
     assert len(report["checks"]) == 3
     assert all(0 <= check["relative_l2"] < 1e-5 and check["output"] == "logits" for check in report["checks"])
+
+
+def test_a_full_check(model: Path, tmp_path: Path) -> None:
+    code, out, _ = invoke(model, tmp_path / "fused.onnx", "--json", "--check", "full")
+    report = json.loads(out)
+    assert code == 0 and len(report["checks"]) == len(FULL) and report["checks_skipped"] == []
+    assert {check["sizes"]["batch"] for check in report["checks"]} == {1, 2, 3}
 
 
 def test_quiet_prints_nothing(model: Path, tmp_path: Path) -> None:
@@ -107,7 +115,7 @@ def test_a_refused_block_stops_the_conversion(tmp_path: Path) -> None:
     report = json.loads(out)
     assert code == 4 and report["written"] is None
     assert report["fused"] == [] and report["proven"] == 1
-    assert [set(miss) for miss in report["refused"]] == [{"node", "reason"}]
+    assert [set(miss) for miss in report["refused"]] == [{"node", "reason", "family"}]
     assert report["refused"][0]["node"].startswith("model.layers.1")
     assert report["bytes_fused"] == 0
     assert files(tmp_path) == {"mixed.onnx"}

@@ -155,6 +155,13 @@ def test_source_and_target_are_of_one_kind(model: Path, exported: Path, tmp_path
     assert invoke("convert", exported, model, "--overwrite")[0] == 2
 
 
+def test_a_target_that_is_no_file_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, error = invoke("convert", model, pipe, "--overwrite")
+    assert code == 2 and "device or a pipe" in error and pipe.is_fifo()
+
+
 def test_a_target_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     code, message = invoke("convert", model, tmp_path / "no" / "such" / "fused.onnx")
     assert code == 1 and "does not exist" in message
@@ -165,7 +172,17 @@ def test_a_target_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--check", "-1"], ["--rtol", "0"], ["--rtol", "nan"], ["--rtol", "2"], ["--check", "x"], ["--unknown"]]
+    "options",
+    [
+        ["--check", "-1"],
+        ["--check", "1.5"],
+        ["--check", "FULL"],
+        ["--check", "x"],
+        ["--rtol", "0"],
+        ["--rtol", "nan"],
+        ["--rtol", "2"],
+        ["--unknown"],
+    ],
 )
 def test_bad_options_are_usage_errors(model: Path, tmp_path: Path, options: list[str]) -> None:
     result = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out.onnx"), *options])
@@ -179,8 +196,8 @@ def test_missing_arguments_are_usage_errors(model: Path) -> None:
 
 
 def test_bad_values_are_errors_in_the_api(model: Path, tmp_path: Path) -> None:
-    for values in ({"check": -1}, {"rtol": 0.0}, {"rtol": float("nan")}):
-        with pytest.raises(ValueError, match="rtol"):
+    for values in ({"check": -1}, {"check": "some"}, {"rtol": 0.0}, {"rtol": float("nan")}):
+        with pytest.raises(ValueError, match=f"--{next(iter(values))} is"):
             hina_ort.convert(model, tmp_path / "out.onnx", **values)
 
 
@@ -247,3 +264,33 @@ def test_the_command_runs_as_a_program(model: Path, tmp_path: Path) -> None:
     assert (good.returncode, good.stdout, good.stderr) == (0, b"", b"")
     bad = subprocess.run([*command, "convert", model, tmp_path / "a.onnx"], cwd=ROOT, capture_output=True)
     assert bad.returncode == 1 and bad.stderr.count(b"\n") == 1
+
+
+def without_an_input(node: onnx.NodeProto) -> None:
+    del node.input[1:]
+
+
+def without_a_type(node: onnx.NodeProto) -> None:
+    node.op_type = "Cast"
+    del node.input[1:]
+    node.attribute.append(onnx.helper.make_attribute("to", -1))  # which onnx.checker does not mind
+
+
+@pytest.mark.parametrize("spoil", [without_an_input, without_a_type])
+@pytest.mark.parametrize("command", ["convert", "inspect", "explain"])
+def test_an_invalid_graph_is_one_sentence(
+    tmp_path: Path, command: str, spoil: Callable[[onnx.NodeProto], None]
+) -> None:
+    path = tiny.save_model(tmp_path / "model.onnx")
+    proto = onnx.load(path)
+    products = [node for node in proto.graph.node if node.op_type == "MatMul"]
+    spoil(products[-1])
+    onnx.save(proto, path)
+    arguments = {
+        "convert": ["convert", path, tmp_path / "fused.onnx"],
+        "inspect": ["inspect", path],
+        "explain": ["inspect", path, "--explain", products[0].output[0]],
+    }
+    code, line = invoke(*arguments[command])
+    assert code == 1 and "cannot be read as a graph" in line and "check that ONNX Runtime loads it" in line
+    assert not (tmp_path / "fused.onnx").exists()
