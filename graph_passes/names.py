@@ -20,8 +20,8 @@ def matching(nodes: Sequence[ir.Node], asked: str) -> list[ir.Node]:
     """The nodes that `asked` names.
 
     The nodes of that name; else the nodes that compute or read the value of that name; else all nodes of the module
-    with that path or the end, or a part, of that path (`layers.0.mlp`, dots or slashes). Raises NamingError when this is
-    true of several modules.
+    with that path or the end, or a part, of that path (`layers.0.mlp`, dots or slashes). Raises NamingError when this
+    is true of several modules.
     """
     exact = [node for node in nodes if node.name == asked]
     if exact:

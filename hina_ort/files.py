@@ -57,7 +57,7 @@ def find_model(path: Path, name: str = MODEL_NAME) -> Path:
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with the graph of the model `path` into a ModelFileError: ONNX's objection, if it has one."""
+    """Turn what goes wrong with the graph of the model `path` into a ModelFileError, with the objection of ONNX."""
     try:
         yield
     except (UsageError, ModelFileError, OSError, MemoryError):
