@@ -250,7 +250,7 @@ def _collect(output: ir.Value, sources: Sequence[ir.Value]) -> tuple[list[ir.Nod
                 continue
             producer = value.producer()
             if producer is None:
-                raise CutError(f"it depends on {value.name} besides {', '.join(str(s.name) for s in sources)}")
+                raise CutError(f"it reads {value.name}, which has no place in the pattern; report this model")
             missing.append(producer)
         entered.add(node)
         waiting = [producer for producer in missing if producer not in done]

@@ -163,7 +163,10 @@ def _routed(
         rows, reached = np.concatenate([rows, more]), np.concatenate([reached, also])
     missing = np.flatnonzero(~reached.any(0))
     if len(missing):
-        raise Unreachable(f"no input reaches experts {', '.join(map(str, missing))} by a clear margin")
+        raise Unreachable(
+            f"no input makes the router clearly choose experts {', '.join(map(str, missing))} (are their weights in it "
+            "zero?)"
+        )
     chosen = _cover(reached)
     clear = np.flatnonzero(reached.any(1))
     batches = token_batches(len(chosen), _most_tokens(match))

@@ -42,6 +42,10 @@ class Half:
     source: ir.Value
     part: str
 
+    def __str__(self) -> str:
+        words = {"all": "", "first": "the first half of ", "second": "the second half of "}
+        return f"{words.get(self.part, f'the {self.part} columns of ')}{self.source.name}"
+
 
 @dataclass(frozen=True)
 class ExpertMlp:
@@ -68,8 +72,8 @@ class ExpertMlp:
             return ("gate_up_proj",)
         raise NoMatch(
             self.up.source.producer(),
-            f"gate is the {self.gate.part} part of {self.gate.source.name}, up the {self.up.part} part of "
-            f"{self.up.source.name}: they are not the two halves of one projection",
+            f"gate is {self.gate} and up {self.up}: HinaMoE takes two projections, or the two halves of one; leave "
+            "this block as it is",
         )
 
     @property

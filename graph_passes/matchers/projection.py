@@ -71,7 +71,11 @@ def _weights(node: ir.Node) -> WeightSource:
         return nbits_weight(node)
     source = stored_weight(operand(node, 1))
     if source is None:
-        raise NoMatch(node, "the weights of the projection are computed by the graph or not stored as an initializer")
+        raise NoMatch(
+            node,
+            "the weights of the projection are computed by the graph or not stored as an initializer; export with "
+            "constants folded, as torch.onnx.export does by default",
+        )
     if len(source.shape) < 2:
         raise NoMatch(node, f"{node.op_type} multiplies by the vector {source.value.name}, which is no projection")
     numbers = {name: node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")}

@@ -92,7 +92,11 @@ def per_token(value: ir.Value, size: int) -> ir.Value:
             return candidate
         node = candidate.producer()
         candidate = operand(node, 0) if node is not None and is_view(node) else None
-    raise NoMatch(value.producer(), f"{value.name} has no last axis of {size}")
+    raise NoMatch(
+        value.producer(),
+        f"the graph does not say that {value.name} holds {size} numbers for each token; name the dynamic axes when "
+        "exporting",
+    )
 
 
 def _are_ids(value: ir.Value) -> bool:

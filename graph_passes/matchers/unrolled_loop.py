@@ -52,7 +52,11 @@ def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
     total = _sum_of(branches)
     top_k = dim(ids, -1)
     if top_k is None:
-        raise NoMatch(ids.producer(), f"the graph does not say how many experts per token {ids.name} holds")
+        raise NoMatch(
+            ids.producer(),
+            f"the graph does not say how many experts per token {ids.name} holds; export with "
+            "dynamic axes for batch and sequence only",
+        )
     weights = {field: tuple(branch.weights[field] for branch in branches) for field in branches[0].weights}
     shapes = {field: common_shape(field, branches) for field in weights}
     hidden_size, intermediate_size = shapes["down_proj"]
@@ -138,16 +142,31 @@ def _listed(missing: Sequence[int]) -> str:
     return f"expert {names} is" if len(missing) == 1 else f"experts {names} are"
 
 
+_ALIKE = {
+    "tokens": "input",
+    "mixing": "set of mixing weights",
+    "layout": "order of gate and up",
+    "fields": "activation",
+}
+"""What all branches have in common, and what it is called."""
+
+
 def _check_alike(branches: Sequence[Branch]) -> None:
     first = branches[0]
     for branch in branches:
-        for what in ("tokens", "mixing", "layout", "fields"):
+        for what, words in _ALIKE.items():
             if getattr(branch, what) != getattr(first, what):
                 raise NoMatch(
-                    branch.scatter, f"expert {branch.expert} differs from expert {first.expert} in its {what}"
+                    branch.scatter,
+                    f"expert {branch.expert} has another {words} than expert {first.expert}; HinaMoE needs all experts "
+                    "alike, leave this block as it is",
                 )
         if branch.weights.keys() != first.weights.keys():
-            raise NoMatch(branch.scatter, f"expert {branch.expert} has other weights than expert {first.expert}")
+            raise NoMatch(
+                branch.scatter,
+                f"expert {branch.expert} has {', '.join(branch.weights)}, and expert {first.expert} "
+                f"{', '.join(first.weights)}; HinaMoE needs all experts alike, leave this block as it is",
+            )
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ NOT_FUSED: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
     "an unknown activation": (
         GPT_OSS,
         {"activation": "g, u = Split<axis = 2, num_outputs = 2>(p) gl = Softplus(g) a = Mul(gl, u)"},
-        "not the two halves of one projection",
+        "two projections, or the two halves of one",
     ),
 }
 

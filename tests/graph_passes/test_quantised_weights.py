@@ -191,7 +191,7 @@ def one_other(name: str, other: NBits | None) -> Callable[[str], NBits | None]:
         (one_other("down1", None), "down_proj is float in expert 1, but int4:16 in expert 0"),
         (one_other("gate0", None), "gate_proj is int4:16 in expert 1, but float in expert 0"),
         (one_other("gate3", NBits(4, 16, "packed")), "gate_proj is int4:16 with zero points in expert 3"),
-        (one_other("gate3", NBits(4, 16, bias=True)), "expert 3 has other weights than expert 0"),
+        (one_other("gate3", NBits(4, 16, bias=True)), "gate_proj_bias, and expert 0 "),
     ],
     ids=["block", "bits", "float", "float_first", "zero_points", "bias"],
 )
