@@ -10,7 +10,7 @@ import heapq
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch
 from graph_passes.matchers.match import WeightSource
 from graph_passes.matchers.places import node_name
-from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import all_nodes, is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.names import NamingError, matching
 from graph_passes.op_schema import INPUTS
@@ -151,18 +151,18 @@ def explain(model: ir.Model, asked: str, rtol: float = 1e-5) -> Explanation:
     Blocks that are described are proven too. `model` is normalised in place. Raises NamingError, with similar names,
     when nothing is called so, or several modules are.
     """
-    everything = list(_all_nodes(model))
+    everything = list(all_nodes(model))
     named, problem = _matching(everything, asked)
     behind = _behind(named)
     found: list[MoeMatch | Miss | ir.Node] = list(find_blocks(model))
-    found += [node for node in _all_nodes(model) if is_hina_moe(node)]
+    found += [node for node in all_nodes(model) if is_hina_moe(node)]
     places = [item for item in found if _name_of(item) == asked]
     distance: int | None = 0
     if not places:
         if problem is not None:
             raise problem
         left = [node for node in named if node.graph is not None]
-        named = left or matching(list(_all_nodes(model)), asked) or [n for n in behind if n.graph is not None][:1]
+        named = left or matching(list(all_nodes(model)), asked) or [n for n in behind if n.graph is not None][:1]
         if not named:
             raise NamingError(_unknown(asked, everything, [_name_of(item) for item in found]))
         distance, places = _nearest(named, found)
@@ -294,12 +294,6 @@ def _after(spec: MoeSpec, inputs: Iterable[str], weights: Sequence[Stored]) -> D
         times = f"{stored.count} x " if stored.count > 1 else ""
         shown.append((stored.field, f"{times}{stored.type} {stored.shape}"))
     return block_after(spec, shown)
-
-
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    yield from model.graph.all_nodes()
-    for function in model.functions.values():
-        yield from function.all_nodes()
 
 
 def _behind(nodes: Sequence[ir.Node]) -> list[ir.Node]:

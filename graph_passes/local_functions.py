@@ -69,7 +69,7 @@ def calls_of_functions(model: ir.Model) -> list[list[ir.Node]]:
 
 
 def _drop_unused(model: ir.Model) -> None:
-    common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+    common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]  # onnx_ir has no annotations there
 
 
 def alone(model: ir.Model, node: ir.Node) -> Call:

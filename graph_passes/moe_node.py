@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 import onnx_ir as ir
@@ -21,6 +22,22 @@ def is_fused(function: ir.Function) -> bool:
     return any(is_hina_moe(node) for node in function.all_nodes())
 
 
+def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """The nodes of the graph, its subgraphs and its local functions."""
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
+
+
+def inline_fused(model: ir.Model) -> None:
+    """Inline the local functions of `model` when some hold HinaMoE nodes, which read weights by call.
+
+    Raises ValueError for functions of another opset than the model's.
+    """
+    if any(is_fused(function) for function in model.functions.values()):
+        common.InlinePass()(model)
+
+
 def inlined(model: ir.Model) -> ir.Model:
     """`model`, or a copy with its local functions inlined when they hold HinaMoE nodes, which read weights by call.
 
@@ -30,7 +47,7 @@ def inlined(model: ir.Model) -> ir.Model:
         return model
     copy = model.clone()
     with suppress(ValueError):
-        common.InlinePass()(copy)
+        inline_fused(copy)
     return copy
 
 

@@ -13,6 +13,7 @@ from graph_passes.cut import block_values
 from graph_passes.fuse_moe import UniqueNames, check, fuse
 from graph_passes.local_functions import Call, alone, calls_of_functions, put_back
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch, shared_expert
+from graph_passes.moe_node import all_nodes
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
 from graph_passes.probe import ProbeResult, probe, probe_shared_expert
@@ -205,6 +206,4 @@ def _follow_replaced(match: MoeMatch, replaced: dict[ir.Value, ir.Value]) -> Moe
 
 
 def _count_nodes(model: ir.Model) -> int:
-    """Nodes of the graph, its subgraphs and its local functions."""
-    graphs = (model.graph, *(function.graph for function in model.functions.values()))
-    return sum(1 for graph in graphs for _ in graph.all_nodes())
+    return sum(1 for _ in all_nodes(model))

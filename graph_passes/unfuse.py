@@ -27,10 +27,9 @@ import math
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from graph_passes.fuse_moe import UniqueNames
-from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import inline_fused, is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
 from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE
 from graph_passes.standard_ops import Constants
@@ -60,8 +59,7 @@ def unfuse_model(model: ir.Model) -> list[UnfusedBlock]:
     Raises UnfuseError, with every HinaMoE node as it was (functions that hold one are inlined by then), for a node that
     is not valid and for a model whose opset is below `MIN_OPSET`.
     """
-    if any(is_hina_moe(node) for function in model.functions.values() for node in function.all_nodes()):
-        common.InlinePass()(model)
+    inline_fused(model)
     nodes = [node for node in model.graph.all_nodes() if is_hina_moe(node)]
     if not nodes:
         return []

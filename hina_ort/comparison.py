@@ -215,13 +215,16 @@ def random_inputs(
     sizes: dict[str, int] = {}
     common = wanted or Sizes(*(int(random.integers(1, high)) for high in (3, 9, 9)))
 
+    def known(axis: str) -> int | None:
+        return (fixed or {}).get(axis, common.of(axis))
+
     def choose(axis: str) -> int:
-        known = (fixed or {}).get(axis, common.of(axis))
-        return known if known is not None else common.tokens if wanted else int(random.integers(1, 9))
+        size = known(axis)
+        return size if size is not None else common.tokens if wanted else int(random.integers(1, 9))
 
     def choose_first(axis: str) -> int:
-        known = common.of(axis)
-        return known if known is not None else common.batch
+        size = known(axis)
+        return size if size is not None else common.batch
 
     shapes = {}
     for arg in signature:

@@ -13,7 +13,7 @@ from typing import Any
 from graph_passes import external_data
 from graph_passes.explain import Place, describe, describe_node
 from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.moe_node import inlined, is_hina_moe, spec_of
+from graph_passes.moe_node import all_nodes, inlined, is_hina_moe, spec_of
 from graph_passes.pipeline import FusedBlock, fuse_model
 from graph_passes.probe import ProbeResult
 from graph_passes.quantize.rewrite import convert_weights
@@ -183,8 +183,7 @@ def convert(
     data_files = set(external_bytes(model))
     refuse_weights_as_target(paths, data_files)
     bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
-    in_functions = (node for function in model.functions.values() for node in function.all_nodes())
-    already_fused = sum(is_hina_moe(node) for node in (*model.graph.all_nodes(), *in_functions))
+    already_fused = sum(is_hina_moe(node) for node in all_nodes(model))
     report_stage("reading", 1, 1)
 
     if page is not None:

@@ -141,8 +141,7 @@ class GenaiFolder:
 def axis_sizes(folder: Path) -> dict[str, int]:
     """The sizes of axes that the builder leaves symbolic and that are fixed all the same; none for other folders."""
     with suppress(OSError, ValueError, RecursionError):
-        model = _section(json.loads((folder / CONFIG_NAME).read_bytes()), "model")
-        size = _section(model, "decoder").get("head_size")
+        size = _section(_model_of(folder), "decoder").get("head_size")
         if isinstance(size, int) and size > 0:
             return {"kv_cache_dim": size}
     return {}
@@ -151,7 +150,7 @@ def axis_sizes(folder: Path) -> dict[str, int]:
 def dropped_experts(folder: Path, model_name: str) -> list[Miss]:
     """The refusal of the decoder `model_name` in `folder` when its builder drops what is to be fused, else nothing."""
     with suppress(OSError, ValueError, RecursionError):
-        model = _section(json.loads((folder / CONFIG_NAME).read_bytes()), "model")
+        model = _model_of(folder)
         if model.get("type") in _DROPPED and _section(model, "decoder").get("filename") == model_name:
             return [
                 Miss(
@@ -170,6 +169,11 @@ def hint(folder: Path) -> list[str]:
         if not GenaiFolder.read(folder).has_library:
             return [f"{CONFIG_NAME} does not name the library of HinaMoE: add --genai to run DST in onnxruntime-genai"]
     return []
+
+
+def _model_of(folder: Path) -> Mapping[str, Any]:
+    """What the configuration in `folder` says about the model; any error of reading when there is none."""
+    return _section(json.loads((folder / CONFIG_NAME).read_bytes()), "model")
 
 
 def _section(values: Any, name: str) -> Mapping[str, Any]:

@@ -178,8 +178,7 @@ def _shape_of(drawing: Drawing | None) -> object:
     """What a picture shows but the names of values and nodes."""
     if drawing is None:
         return None
-    named = ("input", "near")
-    boxes = tuple((b.text, "" if b.stage in named else b.note, b.stage, b.count, b.marked) for b in drawing.boxes)
+    boxes = tuple((b.text, "" if b.stage == "input" else b.note, b.stage, b.count, b.marked) for b in drawing.boxes)
     return boxes, drawing.edges
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from graph_passes import external_data
 from graph_passes.explain import Explanation, Place, describe, describe_node, explain
-from graph_passes.moe_node import inlined, is_hina_moe
+from graph_passes.moe_node import all_nodes, inlined, is_hina_moe
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.names import NamingError
 from graph_passes.pipeline import find_blocks
@@ -66,7 +66,7 @@ def inspect_model(path: str | os.PathLike[str], *, html: str | os.PathLike[str] 
 
         check_target(Path(html), source)
     model = external_data.load(source)
-    count = sum(1 for graph in (model.graph, *(f.graph for f in model.functions.values())) for _ in graph.all_nodes())
+    count = sum(1 for _ in all_nodes(model))
     model = inlined(model)
     nodes = list(model.graph.all_nodes())
     constants = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]

@@ -16,6 +16,7 @@ from graph_passes import reference
 from graph_passes.accuracy import relative_l2
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch, WeightSource
 from graph_passes.normalize import normalize
+from graph_passes.pipeline import fuse_model
 
 Arrays = dict[str, np.ndarray]
 
@@ -61,6 +62,14 @@ class Parts:
     def changed(self, part: str, *replacements: tuple[str, str]) -> dict[str, str]:
         """A part with its text changed; each change must change something."""
         return {part: replaced(self.texts[part], *replacements)}
+
+
+def check_fused(model: ir.Model, family: str) -> None:
+    """The model, a block of `family` and nothing else, is proven and becomes one node."""
+    report = fuse_model(model)
+    assert report.refused == []
+    assert [block.family for block in report.fused] == [family]
+    assert [node.op_type for node in model.graph] == ["HinaMoE"]
 
 
 def copy_of(model: ir.Model) -> ir.Model:

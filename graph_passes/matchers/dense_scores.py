@@ -115,11 +115,7 @@ def recognise_router(scores: Scores, tokens: ir.Value, experts: int) -> tuple[ro
     ids, chosen = operand(scores.scatter, 1), operand(scores.scatter, 2)
     top_k = dim(ids, -1)
     if top_k is None or rank(ids) != 2:
-        raise NoMatch(
-            scores.scatter,
-            f"the graph does not say how many experts per token {ids.name} holds; export with "
-            "dynamic axes for batch and sequence only",
-        )
+        raise router.unknown_top_k(scores.scatter, ids)
     if not scores.function:
         return router.recognise(chosen, ids, tokens, top_k), top_k
     node = _distinct_ids(ids)

@@ -17,6 +17,7 @@ from graph_passes.matchers.views import (
     operand,
     produced_by,
     rank,
+    readers,
     refuse_fixed_tokens,
     reshape_chain,
     strip,
@@ -66,8 +67,8 @@ def views_after(value: ir.Value) -> list[ir.Value]:
 
 def only_reader(value: ir.Value) -> ir.Node | None:
     """The one node that reads more of `value` than its shape; None when there are others, or the model puts it out."""
-    readers = [node for node in value.consumers() if node.op_type != "Shape"]
-    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+    nodes = readers(value)
+    return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
 
 
 def _is_reshaped_like(output: ir.Value, like: ir.Value) -> bool:

@@ -29,6 +29,7 @@ from graph_passes.matchers.views import (
     one_entry,
     operand,
     produced_by,
+    readers,
     refuse_fixed_tokens,
     scalar,
     swaps_last_two,
@@ -123,17 +124,12 @@ def _addition(scatter: ir.Node) -> ir.Node:
     """The Add behind a scatter into zeros without reduction."""
     if scalar(operand(scatter, 0)) != 0.0:
         raise NoMatch(scatter, f"{scatter.op_type} without reduction overwrites values other than zeros")
-    consumers = _readers(scatter.outputs[0])
+    consumers = readers(scatter.outputs[0])
     while len(consumers) == 1 and consumers[0].op_type == "Cast" and is_view(consumers[0]):
-        consumers = _readers(consumers[0].outputs[0])
+        consumers = readers(consumers[0].outputs[0])
     if len(consumers) != 1 or consumers[0].op_type != "Add" or not is_standard(consumers[0]):
         raise NoMatch(scatter, "the scattered output of an expert is not added to the others")
     return consumers[0]
-
-
-def _readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read more of `value` than its shape."""
-    return [node for node in value.consumers() if node.op_type != "Shape"]
 
 
 def _mixing(value: ir.Value, mask: Mask) -> ir.Value | None:

@@ -111,22 +111,29 @@ def weight_fields(mlp: ExpertMlp, inputs: Sequence[Product], down: Product, bias
     weights: dict[str, tuple[WeightSource, ...]] = {}
     biases: dict[str, tuple[WeightSource, ...]] = {}
     for name, product in projections.items():
-        rows = {"gate_up_proj": 2 * intermediate_size, "down_proj": hidden_size}.get(name, intermediate_size)
-        columns = intermediate_size if name == "down_proj" else hidden_size
-        stored = product.weights[0].value.name
-        _check_shape(product, f"{name} ({stored})", (product.experts, *product.shape), (down.experts, rows, columns))
+        rows, columns = matrix_shape(name, hidden_size, intermediate_size)
+        stored, found = product.weights[0].value.name, (product.experts, *product.shape)
+        check_shape(product.node, f"{name} ({stored})", found, (down.experts, rows, columns))
         weights[name] = product.weights
         if product.bias is not None:
             found = product.bias.shape  # [E, N] or [E, 1, N]
             found = (found[0], found[-1]) if product.bias.stored.size == found[0] * found[-1] else found
-            _check_shape(product, f"{name}_bias ({product.bias.value.name})", found, (down.experts, rows))
+            check_shape(product.node, f"{name}_bias ({product.bias.value.name})", found, (down.experts, rows))
             biases[f"{name}_bias"] = (product.bias,)
     return weights, biases
 
 
-def _check_shape(product: Product, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def matrix_shape(name: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+    """N and K of the projection `name` of an MLP of these sizes."""
+    if name == "down_proj":
+        return hidden_size, intermediate_size
+    return (2 * intermediate_size if name == "gate_up_proj" else intermediate_size), hidden_size
+
+
+def check_shape(node: ir.Node, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """NoMatch at `node` unless `name` has the shape that is expected."""
     if found != expected:
-        raise NoMatch(product.node, f"{name} is {list(found)}, expected {list(expected)}")
+        raise NoMatch(node, f"{name} is {list(found)}, expected {list(expected)}")
 
 
 def block_of(

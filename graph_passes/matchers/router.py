@@ -84,6 +84,15 @@ def recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: i
         return Router({"router_input": "topk_ids"}, inputs, note=problem.reason)
 
 
+def unknown_top_k(node: ir.Node | None, ids: ir.Value) -> NoMatch:
+    """The objection to `ids` of which the graph does not say that they are k for each token."""
+    return NoMatch(
+        node,
+        f"the graph does not say how many experts per token {ids.name} holds; export with dynamic axes for batch and "
+        "sequence only",
+    )
+
+
 def per_token(value: ir.Value, size: int) -> ir.Value:
     """The value with a last axis of `size` behind `value` and its views; NoMatch when there is none."""
     candidate: ir.Value | None = value

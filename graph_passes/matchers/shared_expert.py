@@ -20,6 +20,7 @@ from graph_passes.matchers.ends import ends, only_reader, views_after
 from graph_passes.matchers.expert_mlp import ExpertMlp
 from graph_passes.matchers.match import MoeMatch, WeightSource
 from graph_passes.matchers.places import node_name
+from graph_passes.matchers.products import check_shape, matrix_shape
 from graph_passes.matchers.projection import Projection, projection
 from graph_passes.matchers.quantised_weights import QuantisedWeight, as_floats, with_parts
 from graph_passes.matchers.views import (
@@ -172,11 +173,11 @@ def _weights(
     weights: dict[str, tuple[WeightSource, ...]] = {}
     biases: dict[str, tuple[WeightSource, ...]] = {}
     for name, part in projections.items():
-        rows = {"gate_up_proj": 2 * size, "down_proj": hidden_size}.get(name, size)
-        _check_shape(part.node, name, part.weight, (rows, size if name == "down_proj" else hidden_size))
+        expected = matrix_shape(name, hidden_size, size)
+        _check_shape(part.node, name, part.weight, expected)
         weights[f"shared_{name}"] = (part.weight,)
         if part.bias is not None:
-            _check_shape(part.node, f"{name}_bias", part.bias, (rows,))
+            _check_shape(part.node, f"{name}_bias", part.bias, expected[:1])
             biases[f"shared_{name}_bias"] = (part.bias,)
     if gate is not None:
         if gate.bias is not None:
@@ -245,8 +246,7 @@ def _layout_fields(node: ir.Node, mlp: ExpertMlp, spec: MoeSpec) -> dict[str, An
 
 
 def _check_shape(node: ir.Node, name: str, source: WeightSource, expected: tuple[int, ...]) -> None:
-    if source.shape != expected:
-        raise NoMatch(node, f"{name} ({source.value.name}) is {list(source.shape)}, expected {list(expected)}")
+    check_shape(node, f"{name} ({source.value.name})", source.shape, expected)
 
 
 def _check_private(starts: Iterable[ir.Value], inside: set[ir.Value], found: _Sum) -> None:

@@ -52,11 +52,7 @@ def _match(ids: ir.Value, masks: Sequence[Mask]) -> MoeMatch:
     total = _sum_of(branches)
     top_k = dim(ids, -1)
     if top_k is None:
-        raise NoMatch(
-            ids.producer(),
-            f"the graph does not say how many experts per token {ids.name} holds; export with "
-            "dynamic axes for batch and sequence only",
-        )
+        raise router.unknown_top_k(ids.producer(), ids)
     weights = {field: tuple(branch.weights[field] for branch in branches) for field in branches[0].weights}
     shapes = {field: common_shape(field, branches) for field in weights}
     hidden_size, intermediate_size = shapes["down_proj"]

@@ -262,19 +262,24 @@ def one_entry(value: ir.Value) -> tuple[ir.Value, int, int] | None:
     return whole, axes[0], start[0]
 
 
+def readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read more of `value` than its shape."""
+    return [node for node in value.consumers() if node.op_type != "Shape"]
+
+
 def only_consumer(value: ir.Value) -> ir.Node:
     """The one node that reads more of `value` than its shape; NoMatch when others, or the graph's outputs, do too."""
-    consumers = [node for node in value.consumers() if node.op_type != "Shape"]
+    consumers = readers(value)
     if value.is_graph_output():
         raise NoMatch(
             value.producer(),
             f"{value.name}, a value inside the block, is a graph output, which HinaMoE does not give; leave it out",
         )
     if len(consumers) != 1:
-        readers = ", ".join(node.op_type for node in consumers) or "no node"
+        others = ", ".join(node.op_type for node in consumers) or "no node"
         raise NoMatch(
             value.producer(),
-            f"{value.name}, a value inside the block, is read by {readers}; expected one node that goes on with it",
+            f"{value.name}, a value inside the block, is read by {others}; expected one node that goes on with it",
         )
     return consumers[0]
 

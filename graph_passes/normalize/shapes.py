@@ -38,7 +38,7 @@ def infer_shapes(model: ir.Model) -> None:
         if opset.domain in ("", "ai.onnx") and opset.version == 13:
             opset.version = 14  # from which on ONNX carries sizes through a Reshape; shapes differ in nothing else
     try:
-        serde.serialize_graph_into(proto.graph, view)  # type: ignore[arg-type]
+        serde.serialize_graph_into(proto.graph, view)  # type: ignore[arg-type]  # it takes views, too
         proto.functions.extend(serde.serialize_function(function) for function in model.functions.values())
         _show_constants(proto.graph, {})
         put_stand_ins(proto)

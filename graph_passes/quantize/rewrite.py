@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from graph_passes.fuse_moe import UniqueNames
-from graph_passes.moe_node import is_fused, is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import inline_fused, is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
 from graph_passes.op_schema import FLOAT_TYPES, INPUTS, PROJECTIONS
 from graph_passes.quantize.formats import WeightFormat, either
@@ -61,8 +60,7 @@ def convert_weights(model: ir.Model, types: WeightTypes, progress: Progress | No
     another format, and for NaN, infinities and weights beyond the range of the new type; the nodes are unchanged then.
     Functions that hold such nodes are inlined.
     """
-    if any(is_fused(function) for function in model.functions.values()):
-        common.InlinePass()(model)  # each call has weights of its own
+    inline_fused(model)  # each call has weights of its own
     nodes = [_Node(node, types) for node in model.graph.all_nodes() if is_hina_moe(node)]
     conversions: dict[object, Conversion] = {}  # several nodes may read the same weights
     for node in nodes:

@@ -90,7 +90,7 @@ def _run(model: Path, cases: list[Arrays], sizes: Mapping[str, int]) -> tuple[li
         try:
             feeds = {item.name: _feed(item, case, sizes) for item in session.get_inputs()}
             outputs.append(session.run([session.get_outputs()[0].name], feeds)[0])
-        except Exception as error:
+        except Exception as error:  # see above
             failure = failure or str(error)
             outputs.append(None)
     return outputs, failure

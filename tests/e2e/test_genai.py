@@ -134,8 +134,8 @@ def test_a_head_that_shares_weights_with_the_decoder(tmp_path: Path, precision: 
     """The head reads the embedding in the data file of the decoder, whose places are other ones after conversion."""
     source, (target, report) = folder("mtp", precision), converted("mtp", precision)
     assert "mtp.onnx was copied, and not converted" in report.genai
-    shared = {t.name for t in onnx.load(target / "mtp.onnx", load_external_data=False).graph.initializer
-              if any(entry.value == "model.onnx.data" for entry in t.external_data)}  # fmt: skip
+    stored = onnx.load(target / "mtp.onnx", load_external_data=False).graph.initializer
+    shared = {t.name for t in stored if any(entry.value == "model.onnx.data" for entry in t.external_data)}
     assert "model.embed_tokens.weight" in shared
     # onnxruntime-genai 0.18 does not load shared_initializers on CPU: the original is run without.
     plain = shutil.copytree(source, tmp_path / "plain")

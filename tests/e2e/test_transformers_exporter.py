@@ -14,37 +14,14 @@ import pytest
 import hina_ort
 from graph_passes.accuracy import float16_bound, relative_l2
 from graph_passes.pipeline import fuse_model
-from models import blocks
-from models.blocks import BLOCKS, EXPERTS, HIDDEN, SHARED_SIZES, TOP_K, expected_spec
+from models import blocks, language_models
+from models.blocks import BLOCKS, HIDDEN, SHARED_SIZES, expected_spec
+from models.language_models import LAYERS, sample
 from tests.graphs import compare, copy_of, find, only_match, run_original
 
 pytestmark = pytest.mark.dynamo
 
-TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-GROUPS = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
-
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "deepseek_v3": ({**LATENT, **GROUPS, "head_dim": 8, "first_k_dense_replace": 1}, 1),
-    "gpt_oss": ({"num_local_experts": EXPERTS}, 2),
-    "mixtral": ({"num_local_experts": EXPERTS}, 2),
-    "olmoe": ({"num_experts": EXPERTS}, 2),
-    "qwen2_moe": ({"num_experts": EXPERTS, "shared_expert_intermediate_size": 48}, 2),
-    "qwen3_moe": ({"num_experts": EXPERTS, "norm_topk_prob": True}, 2),
-}
-"""Settings, and the number of MoE layers."""
+MODELS = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 TOKENS = ((1, 1), (2, 1), (1, 7), (3, 11))
 """Sequences and their lengths: 1, 2, 7 and 33 tokens."""
@@ -57,31 +34,11 @@ def exported(module: Any, sample: dict[str, Any], **settings: Any) -> ir.Model:
     return model
 
 
-def language_model(architecture: str) -> Any:
-    """The language model of `architecture`, tiny and random; no two layers and no two experts are alike."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings, _ = MODELS[architecture]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **{**TINY, **settings})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.copy_(torch.randn(parameter.shape) * 0.15)
-    return model
-
-
-def sample(batch: int, length: int) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng([batch, length]).integers(1, TINY["vocab_size"], (batch, length))
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-
-
 @functools.cache
 def exported_model(architecture: str, experts: str = "grouped_mm") -> ir.Model:
     import torch
 
-    model = language_model(architecture)
+    model = language_models.build(architecture)
     model.set_experts_implementation(experts)
     inputs = {name: torch.from_numpy(array) for name, array in sample(2, 5).items()}
     return exported(model, {**inputs, "use_cache": False})
@@ -90,10 +47,7 @@ def exported_model(architecture: str, experts: str = "grouped_mm") -> ir.Model:
 def block_export(architecture: str, dtype: str = "float32", **settings: Any) -> ir.Model:
     import torch
 
-    block = blocks.build(architecture).to(getattr(torch, dtype))
-    for module in block.modules():
-        if hasattr(module, "config"):
-            module.config._experts_implementation = "grouped_mm"
+    block = blocks.build(architecture, experts="grouped_mm").to(getattr(torch, dtype))
     return exported(block, {"hidden_states": torch.randn(2, 3, HIDDEN, dtype=getattr(torch, dtype))}, **settings)
 
 
@@ -116,7 +70,7 @@ def test_every_moe_layer_of_a_model_is_fused(architecture: str) -> None:
     model = copy_of(source)
     report = fuse_model(model)
     assert report.refused == []
-    assert [block.family for block in report.fused] == ["grouped_mm"] * MODELS[architecture][1]
+    assert [block.family for block in report.fused] == ["grouped_mm"] * LAYERS
     assert len({block.name for block in report.fused}) == len(report.fused)
     for block in report.fused:
         assert block.worst_relative_l2 <= 1e-5
@@ -207,7 +161,7 @@ def test_both_parts_of_a_generation_export_are_fused() -> None:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     inputs = {name: torch.from_numpy(array) for name, array in sample(2, 5).items()}
-    parts = OnnxExporter().export_for_generation(language_model("qwen3_moe"), inputs, OnnxConfig(dynamic=True))
+    parts = OnnxExporter().export_for_generation(language_models.build("qwen3_moe"), inputs, OnnxConfig(dynamic=True))
     for name, part in parts.components.items():
         report = fuse_model(part.program)
         assert report.refused == [], name

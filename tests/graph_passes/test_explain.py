@@ -62,7 +62,7 @@ def test_a_block_is_described_and_proven(mixed: ir.Model) -> None:
         "model.layers.0.mlp",
     )
     assert place.spec is not None and place.spec.num_experts == tiny.EXPERTS
-    assert place.proof is not None and place.proof.proven and place.proof.worst_relative_l2 < 1e-5  # type: ignore[operator]
+    assert place.proof is not None and place.proof.proven and place.proof.worst_relative_l2 < 1e-5
     assert [(s.field, s.shape) for s in place.constants] == [("router_weight", [tiny.EXPERTS, tiny.HIDDEN])]
     assert {s.field for s in place.weights} == set(place.spec.weight_inputs)
     parts = [step.partition(":")[0] for step in place.steps]

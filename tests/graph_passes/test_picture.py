@@ -16,7 +16,7 @@ def boxes_of(drawing: Drawing) -> list[tuple[str, str, str]]:
 
 
 def match_of(**loop: object) -> MoeMatch:
-    return only_match(model_of(Loop(**loop)))  # type: ignore[arg-type]
+    return only_match(model_of(Loop(**loop)))
 
 
 @pytest.mark.parametrize("scatter_add", [False, True])

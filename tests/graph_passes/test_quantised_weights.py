@@ -24,7 +24,7 @@ from tests.graphs import array_of, copy_of, only_match, only_miss, run_original
 from tests.quantised_graphs import Dequantised, NBits, initializer, with_dequantised, with_nbits
 from tests.unrolled_graphs import Loop, model_of
 
-H, I = 40, 24  # noqa: E741
+H, I = 40, 24  # noqa: E741  (I is the name of the schema)
 """Three blocks of 16, an odd number, and a last block that is not full."""
 
 X = np.random.default_rng(1).standard_normal((2, 9, H)).astype(np.float32)

@@ -140,7 +140,7 @@ def test_a_shared_expert_is_drawn_in(name: str) -> None:
     assert (shared_fields(block), block.spec.shared_intermediate_size, block.note) == (fields, S, "")
     assert block.spec.routed_scaling_factor == (2.0 if "scaled" in name else 1.0)
     assert not {node.op_type for node in made.graph} & {"MatMul", "Gemm", "Sigmoid", "GatedAdd", "TopK"}
-    assert block.bytes == sum(v.const_value.nbytes for v in weight_values(made))  # type: ignore[union-attr]
+    assert block.bytes == sum(v.const_value.nbytes for v in weight_values(made))
 
 
 def weight_values(made: ir.Model) -> list[ir.Value]:
