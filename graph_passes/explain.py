@@ -22,9 +22,10 @@ from graph_passes.matchers.places import node_name
 from graph_passes.moe_node import all_nodes, is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.names import NamingError, matching
+from graph_passes.normalize.inlining import inlined
 from graph_passes.op_schema import INPUTS
 from graph_passes.picture import Drawing, block_after, block_before, nodes_of, producers_of, readers_of, surroundings
-from graph_passes.pipeline import find_blocks, prove
+from graph_passes.pipeline import find_blocks, find_in_calls, prove
 from graph_passes.probe import ProbeResult
 
 _REACH = 60
@@ -148,13 +149,16 @@ class Explanation:
 def explain(model: ir.Model, asked: str, rtol: float = 1e-5) -> Explanation:
     """Describe the blocks of `model` that the node, value or module `asked` is part of, or the nearest ones.
 
-    Blocks that are described are proven too. `model` is normalised in place. Raises NamingError, with similar names,
-    when nothing is called so, or several modules are.
+    Blocks that are described are proven too. `model` may be normalised in place. Raises NamingError, with similar
+    names, when nothing is called so, or several modules are.
     """
+    model = inlined(model)
     everything = list(all_nodes(model))
     named, problem = _matching(everything, asked)
     behind = _behind(named)
     found: list[MoeMatch | Miss | ir.Node] = list(find_blocks(model))
+    in_calls = find_in_calls(model)
+    found += [item for _, item in in_calls]
     found += [node for node in all_nodes(model) if is_hina_moe(node)]
     places = [item for item in found if _name_of(item) == asked]
     distance: int | None = 0
@@ -166,7 +170,8 @@ def explain(model: ir.Model, asked: str, rtol: float = 1e-5) -> Explanation:
         if not named:
             raise NamingError(_unknown(asked, everything, [_name_of(item) for item in found]))
         distance, places = _nearest(named, found)
-    shown = [_described(model, item, rtol) for item in places[:_MOST_PLACES]]
+    homes = {id(item): home for home, item in in_calls}
+    shown = [_described(homes.get(id(item), model), item, rtol) for item in places[:_MOST_PLACES]]
     names = [node_name(node) for node in named[:_MOST_NODES]]
     return Explanation(asked, names, distance, shown, {} if shown else patterns())
 

@@ -8,7 +8,7 @@ call. The function gets the nodes of the first when all calls agree on them; ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,6 +66,14 @@ def calls_of_functions(model: ir.Model) -> list[list[ir.Node]]:
         if function is not None and node.op_identifier() not in elsewhere and not is_fused(function):
             calls.setdefault(node.op_identifier(), []).append(node)
     return list(calls.values())
+
+
+def calls_left(model: ir.Model) -> Iterator[ir.Node]:
+    """The calls in the graph and its bodies of functions that are not fused, which normalisation could not inline."""
+    for node in model.graph.all_nodes() if model.functions else ():
+        function = model.functions.get(node.op_identifier())
+        if function is not None and not is_fused(function):
+            yield node
 
 
 def _drop_unused(model: ir.Model) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from graph_passes.moe_spec import FIELDS, ROUTER_INPUTS, MoeSpec
 from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE
@@ -27,28 +25,6 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
-
-
-def inline_fused(model: ir.Model) -> None:
-    """Inline the local functions of `model` when some hold HinaMoE nodes, which read weights by call.
-
-    Raises ValueError for functions of another opset than the model's.
-    """
-    if any(is_fused(function) for function in model.functions.values()):
-        common.InlinePass()(model)
-
-
-def inlined(model: ir.Model) -> ir.Model:
-    """`model`, or a copy with its local functions inlined when they hold HinaMoE nodes, which read weights by call.
-
-    Functions that cannot be inlined, for they have another opset than the model, stay functions.
-    """
-    if not any(is_fused(function) for function in model.functions.values()):
-        return model
-    copy = model.clone()
-    with suppress(ValueError):
-        inline_fused(copy)
-    return copy
 
 
 def weights_of(node: ir.Node) -> dict[str, list[ir.Value]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -11,11 +11,13 @@ import onnx_ir as ir
 from graph_passes import collector
 from graph_passes.cut import block_values
 from graph_passes.fuse_moe import UniqueNames, check, fuse
-from graph_passes.local_functions import Call, alone, calls_of_functions, put_back
+from graph_passes.local_functions import Call, alone, calls_left, calls_of_functions, put_back
 from graph_passes.matchers import MATCHERS, Miss, MoeMatch, shared_expert
+from graph_passes.matchers.places import node_name
 from graph_passes.moe_node import all_nodes
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.normalize import normalize
+from graph_passes.normalize.inlining import conflicts
 from graph_passes.probe import ProbeResult, probe, probe_shared_expert
 
 Progress = Callable[[str, int, int], None]
@@ -86,7 +88,8 @@ def fuse_model(
         candidates = find_blocks(working)
     report("reading the graph", 1, 1)
     with collector.frozen():
-        proven, refused = _prove(working, candidates, rtol, report, watch or (lambda found, outcome: None))
+        proven, refused = _prove(working, candidates, rtol, report, watch or _unwatched)
+        refused += _refused_in_calls(working, rtol, watch or _unwatched)
     found = [*in_functions, *(item.block for item in proven)]
     if not found or (refused and not partial):
         return FusionReport(found, refused, False, before, before)
@@ -103,6 +106,45 @@ def find_blocks(model: ir.Model) -> list[MoeMatch | Miss]:
     normalize(model)
     found = [item for graph in model.graphs() for matcher in MATCHERS for item in matcher(graph)]
     return [shared_expert.draw_in(item) if isinstance(item, MoeMatch) else item for item in found]
+
+
+def find_in_calls(model: ir.Model) -> list[tuple[ir.Model, MoeMatch | Miss]]:
+    """What looks like a MoE block in functions that `find_blocks` could not inline, call by call; nothing is proven.
+
+    Where all calls of a function lie in the main graph, it may be fused as a whole: its blocks come with the model of
+    a call. Others are refused, and come with `model`.
+    """
+    found: list[tuple[ir.Model, MoeMatch | Miss]] = []
+    whole = [node for calls in calls_of_functions(model) for node in calls]
+    for node in calls_left(model):
+        call = alone(model, node).model
+        items = find_blocks(call)
+        if node in whole:
+            found += [(call, item) for item in items]
+        else:
+            found += [(model, miss) for miss in _held_back(model, node, items)]
+    return found
+
+
+def _held_back(model: ir.Model, call: ir.Node, found: Sequence[MoeMatch | Miss]) -> list[Miss]:
+    """Why what is `found` in the function of a `call` that could not be inlined stays there."""
+    reason = conflicts(model)[call.op_identifier()] if found else ""
+    return [
+        Miss(node_name(call), item.reason if isinstance(item, Miss) else reason, item.family, call, call, item.steps)
+        for item in found
+    ]
+
+
+def _refused_in_calls(model: ir.Model, rtol: float, watch: Watch) -> list[Miss]:
+    """Why blocks in calls that could not be inlined, and were not fused with their function, stay there."""
+    misses: list[Miss] = []
+    for node in calls_left(model):
+        call = alone(model, node).model
+        proven, refused = _prove(call, find_blocks(call), rtol, _nowhere, _unwatched)
+        misses += _held_back(model, node, [*refused, *(item.match for item in proven)])
+    for miss in misses:
+        watch(miss, None)
+    return misses
 
 
 def _prove(
@@ -168,7 +210,7 @@ def _fuse_functions(model: ir.Model, rtol: float, watch: Watch | None) -> list[F
         for node in nodes:
             call = alone(model, node)
             candidates = find_blocks(call.model)
-            proven, refused = _prove(call.model, candidates, rtol, _nowhere, lambda found, outcome: None)
+            proven, refused = _prove(call.model, candidates, rtol, _nowhere, _unwatched)
             if refused or not proven:
                 break
             call.names = _rewrite(call.model, proven, _nowhere)
@@ -185,6 +227,10 @@ def _fuse_functions(model: ir.Model, rtol: float, watch: Watch | None) -> list[F
 
 def _nowhere(stage: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
+
+
+def _unwatched(found: MoeMatch | Miss, outcome: ProbeResult | None) -> None:
+    """A Watch that does not look."""
 
 
 def _rewrite(model: ir.Model, proven: list[_Proven], report: Progress) -> UniqueNames:

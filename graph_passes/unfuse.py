@@ -29,8 +29,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graph_passes.fuse_moe import UniqueNames
-from graph_passes.moe_node import inline_fused, is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
+from graph_passes.normalize.inlining import inline_fused
 from graph_passes.op_schema import DOMAIN, INPUTS, OP_TYPE
 from graph_passes.standard_ops import Constants
 from graph_passes.weight_ops import WeightNodes, dtype_of
@@ -56,10 +57,13 @@ class UnfusedBlock:
 def unfuse_model(model: ir.Model) -> list[UnfusedBlock]:
     """Replace every HinaMoE node of `model`, in place, by standard operators; say what they were.
 
-    Raises UnfuseError, with every HinaMoE node as it was (functions that hold one are inlined by then), for a node that
-    is not valid and for a model whose opset is below `MIN_OPSET`.
+    Functions that hold such nodes are inlined. Raises UnfuseError, with every HinaMoE node as it was, when one has
+    another opset than the model, for a node that is not valid, and for a model whose opset is below `MIN_OPSET`.
     """
-    inline_fused(model)
+    try:
+        inline_fused(model)
+    except ValueError as error:
+        raise UnfuseError(str(error)) from error
     nodes = [node for node in model.graph.all_nodes() if is_hina_moe(node)]
     if not nodes:
         return []

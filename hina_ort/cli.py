@@ -85,11 +85,11 @@ def convert(
     Exit codes: 0 all blocks fused, or weights converted; 3 nothing to do, 4 a block was refused, 2 wrong usage, 1 any
     other error.
     """
-    from hina_ort.conversion import convert as run
-
     # Like Ctrl-C, a polite kill has to pass through the clean-up of half-written files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        from hina_ort.conversion import convert as run
+
         report = run(
             src,
             dst,
@@ -130,10 +130,10 @@ def unfuse(
 
     Exit codes: 0 all HinaMoE nodes were replaced; 3 SRC holds none, 2 wrong usage, 1 any other error.
     """
-    from hina_ort.unfusing import unfuse as run
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        from hina_ort.unfusing import unfuse as run
+
         report = run(src, dst, overwrite=overwrite, progress=progress)
     if as_json:
         _print_json(report.to_dict())
@@ -157,11 +157,11 @@ def inspect(
 
     Exit codes: 0, 2 wrong usage (nothing is called NODE, say), 1 any other error.
     """
-    from hina_ort.files import UsageError
-    from hina_ort.inspection import Inspection, explain_node, inspect_model
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _clear_errors():
+        from hina_ort.files import UsageError
+        from hina_ort.inspection import Inspection, explain_node, inspect_model
+
         if explain is not None and html is not None:
             raise UsageError("--explain and --html do not go together; run inspect once with each")
         found = inspect_model(model, html=html) if explain is None else explain_node(model, explain)
@@ -216,17 +216,23 @@ def _show_unfusing(report: UnfusingReport) -> None:
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Turn errors that a person can act on into one sentence on stderr and an exit code."""
-    from graph_passes.external_data import ModelFileError
-    from graph_passes.quantize.rtn import WeightError
-    from graph_passes.unfuse import UnfuseError
-    from hina_ort.comparison import CheckError
-    from hina_ort.files import UsageError
+    """Turn errors that a person can act on into one sentence on stderr and an exit code.
 
+    What is heavy to import is imported in the body, so that an interrupt then is clear, too.
+    """
     try:
+        from graph_passes.external_data import ModelFileError
+        from graph_passes.quantize.rtn import WeightError
+        from graph_passes.unfuse import UnfuseError
+        from hina_ort.comparison import CheckError
+        from hina_ort.files import UsageError
+
         yield
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
+    except (KeyboardInterrupt, ImportError) as error:
+        if not _was_interrupted(error):
+            raise
+        typer.echo("error: interrupted; nothing was written", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except UsageError as error:
         _fail(str(error), EXIT_USAGE)
     except (ModelFileError, WeightError, UnfuseError, CheckError) as error:
@@ -237,6 +243,13 @@ def _clear_errors() -> Iterator[None]:
         _fail(text, EXIT_ERROR)
     except MemoryError:
         _fail("there is not enough memory for this model", EXIT_ERROR)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C led to `error`: during its import, ONNX Runtime makes an ImportError of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -312,10 +325,10 @@ def bench_layer(
     Results are compared before anything is timed. Exit codes: 0 timed, 2 wrong usage, 1 results differ, or any other
     error.
     """
-    from hina_ort.bench.command import run_layer
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _clear_errors(), _progress(shown=not quiet) as progress:
+        from hina_ort.bench.command import run_layer
+
         result = run_layer(
             shape=shape,
             weights=weights,

@@ -81,6 +81,11 @@ class Comparison:
     outputs: dict[str, float] = field(default_factory=dict)
 
 
+def in_words(sizes: Mapping[str, int]) -> str:
+    """The sizes of axes, as reports and errors give them."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
 @dataclass(frozen=True)
 class Skipped:
     """Sizes that could not be compared, because the original model does not run with them, and what it said."""
@@ -122,7 +127,7 @@ class _Model:
         try:
             yield
         except Exception as error:  # the exceptions of ONNX Runtime have no base class of their own
-            raise _RunError(self.path, str(error)) from error
+            raise _RunError(self.path, str(error).strip()) from error
 
 
 def _from_ort(value: Any) -> Array:
@@ -165,11 +170,14 @@ def compare_models(original: Path, converted: Path, runs: int, progress: Progres
     """
     pair, results = _Pair(original, converted), []
     for run in range(runs):
+        inputs, sizes = pair.inputs(run)
         try:
-            results.append(pair.compare(*pair.inputs(run)))
+            results.append(pair.compare(inputs, sizes))
         except _RunError as error:
-            hint = "; --check full leaves out what it cannot run with" if error.path == original else ""
-            raise CheckError(f"{error}{hint}") from error
+            if error.path != original or not sizes:
+                raise
+            hint = "--check full leaves out what it cannot run with"
+            raise CheckError(f"with {in_words(sizes)}, {error}; {hint}") from error
         if progress is not None:
             progress("checking", run + 1, runs)
     return results

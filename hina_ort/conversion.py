@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from graph_passes import external_data
 from graph_passes.explain import Place, describe, describe_node
 from graph_passes.matchers.match import Miss, MoeMatch
-from graph_passes.moe_node import all_nodes, inlined, is_hina_moe, spec_of
-from graph_passes.pipeline import FusedBlock, fuse_model
+from graph_passes.moe_node import all_nodes, is_hina_moe, spec_of
+from graph_passes.normalize.inlining import inlined
+from graph_passes.pipeline import FusedBlock, FusionReport, fuse_model
 from graph_passes.probe import ProbeResult
-from graph_passes.quantize.rewrite import convert_weights
+from graph_passes.quantize.rewrite import NodeChange, WeightTypes, convert_weights
 from hina_ort.comparison import CheckError, Comparison, Skipped, compare_in_full, compare_models
 from hina_ort.files import (
     MODEL_NAME,
@@ -147,8 +150,8 @@ def convert(
     A folder is converted into a folder; its tokenizer and configuration files are copied along. Each block is proven
     to agree within `rtol` (relative L2) before it is replaced; `check` whole-model runs on random inputs are compared
     too, or with `check="full"` one for each of `comparison.FULL`. `html` names a page about the blocks to write, on a
-    dry run too. No model is written on a dry run, when there is nothing to do, or when a block was refused and
-    `partial` is false. An error or an interrupt leaves no half-written file.
+    dry run too. No model is written on a dry run (`dst` may exist then), when there is nothing to do, or when a block
+    was refused and `partial` is false. An error or an interrupt leaves no half-written file.
 
     `genai` is for a folder of onnxruntime-genai: its decoder, whatever the file's name, is converted, the other models
     are copied along, and DST gets the library of HinaMoE and a genai_config.json that names it.
@@ -161,11 +164,11 @@ def convert(
     reports differences but allows them, unless an output is not finite any more.
 
     Raises UsageError for contradicting arguments, ModelFileError for a model or genai_config.json that cannot be read,
-    FileExistsError when `dst` exists and `overwrite` is false, WeightError for weights that cannot be converted,
-    CheckError when a check fails, OSError when `dst` cannot be written.
+    FileExistsError when `dst` exists and neither `overwrite` nor `dry_run` is true, WeightError for weights that cannot
+    be converted, CheckError when a check fails, OSError when `dst` cannot be written.
     """
     start = time.perf_counter()
-    report_stage = progress or (lambda stage, done, total: None)
+    stage = progress or (lambda stage, done, total: None)
     if not (check == "full" or (isinstance(check, int) and check >= 0)):
         raise UsageError(f"--check is {check}, expected a number of runs or full")
     if not 0 < rtol < 1:
@@ -175,67 +178,27 @@ def convert(
     except ValueError as error:
         raise UsageError(str(error)) from error
     genai_folder = GenaiFolder.read(Path(src)) if genai else None
-    paths = resolve(Path(src), Path(dst), overwrite, genai_folder.model_name if genai_folder else MODEL_NAME)
+    name = genai_folder.model_name if genai_folder else MODEL_NAME
+    paths = resolve(Path(src), Path(dst), overwrite or dry_run, name)
     page = None if html is None else _Page(Path(html), paths, dry_run)
 
-    report_stage("reading", 0, 1)
-    model = external_data.load(paths.source)
-    data_files = set(external_bytes(model))
-    refuse_weights_as_target(paths, data_files)
-    bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
-    already_fused = sum(is_hina_moe(node) for node in all_nodes(model))
-    report_stage("reading", 1, 1)
-
-    if page is not None:
-        page.places += [describe_node(node, pictures=True) for node in model.graph.all_nodes() if is_hina_moe(node)]
-    watch = None if page is None else page.add
-    with blaming(paths.source):
-        fusion = fuse_model(model, rtol=rtol, partial=partial, progress=report_stage, watch=watch)
-    if not (fusion.found or fusion.refused or already_fused):
-        fusion = replace(fusion, refused=dropped_experts(paths.source.parent, paths.source.name))
+    source = _Source.read(str(src), paths, stage)
+    fusion = _fuse(source, rtol, partial, page, stage)
     refused = bool(fusion.refused) and not partial
-    changes = [] if types.keep_all or refused else convert_weights(model, types, report_stage)
-    if accuracy_level is not None and changes and not any(spec_of(change.node).formats for change in changes):
-        raise UsageError(
-            f"--accuracy-level is for quantised weights, and {src} has none; add --weights int8, int4 or mxfp4"
-        )
-    report = ConversionReport(
-        source=str(src),
-        written=None,
-        proven=fusion.found,
-        fused=fusion.fused,
-        refused=[replace(miss, node=None, place=None) for miss in fusion.refused],  # they hold the whole graph
-        stopped=refused and bool(fusion.found or (already_fused and not types.keep_all)),
-        already_fused=already_fused,
-        nodes_before=fusion.nodes_before,
-        nodes_after=fusion.nodes_after,
-        bytes_before=bytes_before,
-        bytes_after=None,
-        reads=[],
-        layers=weights_by_layer(inlined(model)),
-        weights=[NodeWeights.of(change) for change in changes],
+    changes = [] if types.keep_all or refused else _convert_weights(source, types, stage)
+    report = _report(
+        source,
+        fusion,
+        changes,
+        stopped=refused and bool(fusion.found or (source.already_fused and not types.keep_all)),
         without_effect=without_effect(changes, types, shared_asked=shared_weights not in (None, weights)),
-        checks=[],
-        checks_skipped=[],
-        genai=[],
         html=None if html is None else str(html),
-        seconds=0.0,
-        peak_rss_bytes=0,
     )
     if (fusion.applied or changes) and not dry_run:
         with writing(paths) as target:
-            external_data.save(model, target, lambda done, total: report_stage("writing", done, total))
-            bytes_after, reads = use_of_files(target)
-            saved = [NodeWeights.of(change) for change in changes]  # errors are known now
-            report = replace(report, written=str(dst), bytes_after=bytes_after, reads=reads, weights=saved)
-            if paths.folder is not None:
-                copy_side_files(paths.source, target.parent, data_files)
-            if genai_folder is not None:
-                report = replace(report, genai=genai_folder.complete(model, target))
-            elif paths.folder is not None:
-                report = replace(report, genai=hint(paths.source.parent))
+            report = _write(replace(report, written=str(dst)), source, changes, target, genai_folder, stage)
             if check:
-                report = _checked(report, paths.source, target, check, report_stage)
+                report = _checked(report, paths.source, target, check, stage)
                 _require_agreement(report, rtol)
             if page is not None:
                 page.write(report)
@@ -246,6 +209,110 @@ def convert(
         seconds=time.perf_counter() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What SRC, called `name`, holds: the model, converted in place, its data files, and the bytes of all files."""
+
+    name: str
+    paths: Paths
+    model: ir.Model
+    data_files: set[Path]
+    bytes: int
+    already_fused: int
+
+    @classmethod
+    def read(cls, name: str, paths: Paths, progress: Progress) -> _Source:
+        """Read it; UsageError when DST would overwrite its weights."""
+        progress("reading", 0, 1)
+        model = external_data.load(paths.source)
+        data_files = set(external_bytes(model))
+        refuse_weights_as_target(paths, data_files)
+        size = sum(path.stat().st_size for path in (paths.source, *data_files))
+        already_fused = sum(is_hina_moe(node) for node in all_nodes(model))
+        progress("reading", 1, 1)
+        return cls(name, paths, model, data_files, size, already_fused)
+
+
+def _fuse(source: _Source, rtol: float, partial: bool, page: _Page | None, progress: Progress) -> FusionReport:
+    """Fuse what is proven, in place, and show it on the page; experts that a builder dropped count as refused."""
+    model, file = source.model, source.paths.source
+    if page is not None:
+        nodes = inlined(model).graph.all_nodes()
+        page.places += [describe_node(node, pictures=True) for node in nodes if is_hina_moe(node)]
+    with blaming(file):
+        watch = None if page is None else page.add
+        fusion = fuse_model(model, rtol=rtol, partial=partial, progress=progress, watch=watch)
+    if not (fusion.found or fusion.refused or source.already_fused):
+        fusion = replace(fusion, refused=dropped_experts(file.parent, file.name))
+    return fusion
+
+
+def _convert_weights(source: _Source, types: WeightTypes, progress: Progress) -> list[NodeChange]:
+    """Convert the weights of all HinaMoE nodes, in place; UsageError for an accuracy level without quantised ones."""
+    changes = convert_weights(source.model, types, progress)
+    if types.accuracy_level is not None and changes and not any(spec_of(change.node).formats for change in changes):
+        raise UsageError(
+            f"--accuracy-level is for quantised weights, and {source.name} has none; add --weights int8, int4 or mxfp4"
+        )
+    return changes
+
+
+def _report(
+    source: _Source,
+    fusion: FusionReport,
+    changes: list[NodeChange],
+    *,
+    stopped: bool,
+    without_effect: list[str],
+    html: str | None,
+) -> ConversionReport:
+    """What is known before anything is written."""
+    return ConversionReport(
+        source=source.name,
+        written=None,
+        proven=fusion.found,
+        fused=fusion.fused,
+        refused=[replace(miss, node=None, place=None) for miss in fusion.refused],  # they hold the whole graph
+        stopped=stopped,
+        already_fused=source.already_fused,
+        nodes_before=fusion.nodes_before,
+        nodes_after=fusion.nodes_after,
+        bytes_before=source.bytes,
+        bytes_after=None,
+        reads=[],
+        layers=weights_by_layer(inlined(source.model)),
+        weights=[NodeWeights.of(change) for change in changes],
+        without_effect=without_effect,
+        checks=[],
+        checks_skipped=[],
+        genai=[],
+        html=html,
+        seconds=0.0,
+        peak_rss_bytes=0,
+    )
+
+
+def _write(
+    report: ConversionReport,
+    source: _Source,
+    changes: list[NodeChange],
+    target: Path,
+    genai_folder: GenaiFolder | None,
+    progress: Progress,
+) -> ConversionReport:
+    """Write the converted model to `target`, and in a folder what belongs to it; `report` with what is known then."""
+    paths = source.paths
+    external_data.save(source.model, target, lambda done, total: progress("writing", done, total))
+    bytes_after, reads = use_of_files(target)
+    saved = [NodeWeights.of(change) for change in changes]  # errors are known now
+    report = replace(report, bytes_after=bytes_after, reads=reads, weights=saved)
+    if paths.folder is not None:
+        copy_side_files(paths.source, target.parent, source.data_files)
+    if genai_folder is not None:
+        return replace(report, genai=genai_folder.complete(source.model, target))
+    return replace(report, genai=hint(paths.source.parent)) if paths.folder is not None else report
 
 
 class _Page:

@@ -175,11 +175,14 @@ def _unnumbered(text: str) -> str:
 
 
 def _shape_of(drawing: Drawing | None) -> object:
-    """What a picture shows but the names of values and nodes."""
+    """What a picture shows but the names of values and nodes, which are notes of inputs and around a marked node."""
     if drawing is None:
         return None
-    boxes = tuple((b.text, "" if b.stage == "input" else b.note, b.stage, b.count, b.marked) for b in drawing.boxes)
-    return boxes, drawing.edges
+    around = any(box.marked for box in drawing.boxes)
+    return drawing.edges, tuple(
+        (box.text, "" if around or box.stage == "input" else box.note, box.stage, box.count, box.marked)
+        for box in drawing.boxes
+    )
 
 
 def _text(words: object) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 from graph_passes import external_data
 from graph_passes.explain import Explanation, Place, describe, describe_node, explain
-from graph_passes.moe_node import all_nodes, inlined, is_hina_moe
+from graph_passes.moe_node import all_nodes, is_hina_moe
 from graph_passes.moe_spec import MoeSpec
 from graph_passes.names import NamingError
-from graph_passes.pipeline import find_blocks
+from graph_passes.normalize.inlining import inlined
+from graph_passes.pipeline import find_blocks, find_in_calls
 from hina_ort.files import UsageError, blaming, find_model
 
 
@@ -20,7 +21,8 @@ from hina_ort.files import UsageError, blaming, find_model
 class Block:
     """One MoE block. `state` is "fused" (a HinaMoE node), "recognised" or "refused", which alone has a `reason`.
 
-    `family` is the export family that was recognised, or tried; `bytes` are those of the expert weights.
+    `family` is the export family that was recognised, or tried; `bytes` are those of the expert weights; `note` says
+    why a branch that looks like the block's shared expert stays outside, mostly there is none.
     """
 
     node: str
@@ -29,12 +31,13 @@ class Block:
     spec: MoeSpec | None = None
     bytes: int | None = None
     reason: str | None = None
+    note: str = ""
 
     @classmethod
     def of(cls, place: Place) -> Block:
         """The block in short."""
         size = place.bytes if place.spec is not None else None
-        return cls(place.node, place.state, place.family, place.spec, size, place.reason)
+        return cls(place.node, place.state, place.family, place.spec, size, place.reason, place.note)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -73,11 +76,12 @@ def inspect_model(path: str | os.PathLike[str], *, html: str | os.PathLike[str] 
     size = sum(constant.nbytes for constant in constants if constant is not None)
     places = [describe_node(node, pictures=html is not None) for node in nodes if is_hina_moe(node)]
     with blaming(source):
-        places += [describe(item, pictures=html is not None) for item in find_blocks(model)]
-    found = Inspection(str(source), count, size, [Block.of(place) for place in places])
+        found = [*find_blocks(model), *(item for _, item in find_in_calls(model))]
+        places += [describe(item, pictures=html is not None) for item in found]
+    inspection = Inspection(str(source), count, size, [Block.of(place) for place in places])
     if html is not None:
-        write(Path(html), inspection_page(found, places))
-    return found
+        write(Path(html), inspection_page(inspection, places))
+    return inspection
 
 
 def explain_node(path: str | os.PathLike[str], node: str) -> Explanation:

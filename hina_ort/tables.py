@@ -12,6 +12,7 @@ from rich.table import Table
 
 from graph_passes.explain import Explanation, NodeView, Place
 from graph_passes.pipeline import FusedBlock
+from hina_ort.comparison import in_words
 from hina_ort.conversion import ConversionReport
 from hina_ort.inspection import Inspection
 from hina_ort.weights import NodeWeights
@@ -50,8 +51,7 @@ def show_conversion(report: ConversionReport, *, dry_run: bool) -> None:
             highlight=False,
         )
     for block in report.proven:
-        if block.note:
-            console.print(escape(f"{block.name}: {block.note}"), highlight=False, soft_wrap=True)
+        _show_note(console, block.name, block.note)
     for miss in report.refused:
         console.print(f"[yellow]not fused[/] {escape(miss.name)}: {escape(miss.reason)}", highlight=False)
     _show_hint(console, report.source, [miss.name for miss in report.refused if miss.family])
@@ -124,11 +124,11 @@ def _show_checks(console: Console, report: ConversionReport) -> None:
     """Print how far the outputs are apart: the worst, or where nothing was demanded the worst of each output."""
     if not report.checks:
         return
+    for skipped in report.checks_skipped:
+        text = f"not checked with {in_words(skipped.sizes)}: {skipped.reason}"
+        console.print(escape(text), highlight=False, soft_wrap=True)
     worst = max(check.relative_l2 for check in report.checks)
     text = f"checked on {len(report.checks)} random inputs: worst relative L2 {worst:.1e}"
-    for skipped in report.checks_skipped:
-        sizes = ", ".join(f"{name} {number}" for name, number in skipped.sizes.items())
-        console.print(escape(f"not checked with {sizes}: {skipped.reason}"), highlight=False, soft_wrap=True)
     if report.must_agree:
         console.print(text)
         return
@@ -167,7 +167,14 @@ def show_inspection(found: Inspection) -> None:
         weights = "" if block.bytes is None else f"; {size(block.bytes)} of expert weights"
         family = f" ({block.family})" if block.family else ""
         console.print(f"[bold]{block.state}[/]{family} {escape(block.node)}: {escape(text)}{weights}", highlight=False)
+        _show_note(console, block.node, block.note)
     _show_hint(console, found.model, [block.node for block in found.blocks if block.state == "refused"])
+
+
+def _show_note(console: Console, block: str, note: str) -> None:
+    """Say what was left outside of a block, and why."""
+    if note:
+        console.print(escape(f"{block}: {note}"), highlight=False, soft_wrap=True)
 
 
 def _show_hint(console: Console, model: str, refused: list[str]) -> None:
@@ -250,6 +257,7 @@ def show_diagnosis(found: dict[str, Any]) -> None:
         table.add_row("CPU", f"{cpu['vendor']} {cpu['model']}")
         table.add_row("CPU features", " ".join(cpu["features"]))
         table.add_row("instruction set", f"{cpu['isa']}: {cpu['isa_reason']}")
+        table.add_row("AMX", f"{'on' if cpu['amx'] else 'off'}: {cpu['amx_reason']}")
         table.add_row("capped by HINA_ISA", cpu["isa_cap"] or "no")
     affinity = ",".join(str(number) for number in threads["affinity"])
     table.add_row("threads", f"{threads['usable']} usable of {threads['cpus']} CPUs; affinity {affinity}")

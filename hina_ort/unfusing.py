@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graph_passes import external_data
+from graph_passes.moe_node import all_nodes
 from graph_passes.unfuse import UnfusedBlock, unfuse_model
 from hina_ort.files import (
     DataFile,
@@ -80,7 +81,7 @@ def unfuse(
     data_files = set(external_bytes(model))
     refuse_weights_as_target(paths, data_files)
     bytes_before = sum(path.stat().st_size for path in (paths.source, *data_files))
-    nodes_before = sum(1 for _ in model.graph.all_nodes())
+    nodes_before = sum(1 for _ in all_nodes(model))
     report_stage("reading", 1, 1)
 
     unfused = unfuse_model(model)
@@ -89,7 +90,7 @@ def unfuse(
         written=None,
         unfused=unfused,
         nodes_before=nodes_before,
-        nodes_after=sum(1 for _ in model.graph.all_nodes()),
+        nodes_after=sum(1 for _ in all_nodes(model)),
         bytes_before=bytes_before,
         bytes_after=None,
         reads=[],

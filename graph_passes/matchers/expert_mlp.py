@@ -30,6 +30,8 @@ from graph_passes.matchers.views import (
 )
 
 _INT_MAX = (1 << 31) - 1
+_MOST_FACTORS = 64
+"""Far more than any spelling of an activation has; values that are squared again and again have no end of them."""
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,25 @@ def recognise(value: ir.Value) -> ExpertMlp:
 
 
 def _flatten(value: ir.Value) -> _Product:
-    node = produced_by(value, "Mul")
-    if node is None:
-        return _Product([strip(value)], 1.0)
+    """The tree of products that ends in `value`; NoMatch when it has more than `_MOST_FACTORS` leaves."""
     product = _Product([], 1.0)
-    for index in (0, 1):
-        number = scalar(node.inputs[index])
-        if number is not None:
-            product.scale *= number
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        node = produced_by(value, "Mul")
+        if node is None:
+            product.factors.append(strip(value))
             continue
-        inner = _flatten(operand(node, index))
-        product.factors += inner.factors
-        product.scale *= inner.scale
+        if len(product.factors) + len(pending) > _MOST_FACTORS:
+            raise NoMatch(
+                node, f"the product of more than {_MOST_FACTORS} values before the down projection is unknown"
+            )
+        for index in (1, 0):
+            number = scalar(node.inputs[index])
+            if number is None:
+                pending.append(operand(node, index))
+            else:
+                product.scale *= number
     return product
 
 

@@ -110,17 +110,23 @@ def per_token(value: ir.Value, size: int) -> ir.Value:
 
 def _are_ids(value: ir.Value) -> bool:
     """Whether no element of `value` can be negative: indices of TopK or ArgMax, and constants looked up by such."""
-    value = strip(value)
-    if (numbers := integers(value)) is not None:
-        return min(numbers, default=0) >= 0
-    node = value.producer()
-    if node is None or not is_standard(node):
-        return False
-    if node.op_type == "TopK":
-        return value is node.outputs[1]
-    if node.op_type == "Concat":
-        return all(_are_ids(v) for v in node.inputs if v is not None)
-    return node.op_type == "ArgMax" or (node.op_type in _MOVES and _are_ids(operand(node, 0)))
+    pending, seen = [value], {value}
+    while pending:
+        value = strip(pending.pop())
+        node, numbers = value.producer(), integers(value)
+        if numbers is not None:
+            if min(numbers, default=0) < 0:
+                return False
+        elif node is None or not is_standard(node):
+            return False
+        elif node.op_type == "Concat" or node.op_type in _MOVES:
+            parts = node.inputs if node.op_type == "Concat" else [operand(node, 0)]
+            new = {part for part in parts if part is not None} - seen
+            pending += new
+            seen |= new
+        elif not (node.op_type == "ArgMax" or (node.op_type == "TopK" and value is node.outputs[1])):
+            return False
+    return True
 
 
 def _recognise(mixing: ir.Value, ids: ir.Value, hidden_states: ir.Value, top_k: int) -> Router:

@@ -5,15 +5,13 @@ Large tensors are neither read nor copied.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from graph_passes.moe_node import is_fused
 from graph_passes.normalize.bias_gelu import split_bias_gelu
 from graph_passes.normalize.constants import fold_small_constants
 from graph_passes.normalize.fused_gemm import split_fused_gemm
+from graph_passes.normalize.inlining import inline_functions
 from graph_passes.normalize.lifting import lift_constants
 from graph_passes.normalize.names import make_names_unique
 from graph_passes.normalize.no_ops import remove_no_ops
@@ -27,15 +25,16 @@ _ROUNDS = 4
 def normalize(model: ir.Model) -> None:
     """Bring `model` into canonical shape, in place.
 
-    Functions are inlined, but for those that are fused, missing types and shapes are inferred, Constant nodes become
-    initializers, Identity nodes and Casts to the same type disappear, small constant expressions are computed, reshapes
-    of reshapes become one, activations of FusedGemm become nodes, equal nodes are merged and unused ones dropped.
+    Functions are inlined, but for those that are fused or of another opset, missing types and shapes are inferred,
+    Constant nodes become initializers, Identity nodes and Casts to the same type disappear, small constant expressions
+    are computed, reshapes of reshapes become one, activations of FusedGemm become nodes, equal nodes are merged and
+    unused ones dropped.
     """
     if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
         # transformers leaves it out: ONNX Runtime does not mind, shape inference fails on the whole model.
         model.opset_imports.setdefault("com.microsoft", 1)
     if model.functions:
-        _inline(model)
+        inline_functions(model)
     split_fused_gemm(model)
     split_bias_gelu(model)
     make_names_unique(model)
@@ -49,12 +48,6 @@ def normalize(model: ir.Model) -> None:
     merge_reshapes(model)
     _merge_equal_nodes(model)
     common.RemoveUnusedNodesPass()(model)
-
-
-def _inline(model: ir.Model) -> None:
-    """Inline every function that is not fused; where that cannot be done, the rest stays as it is."""
-    with suppress(ValueError):  # functions of another opset than the model's
-        common.InlinePass(lambda function: not is_fused(function))(model)
 
 
 def _merge_equal_nodes(model: ir.Model) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.fuse_moe import UniqueNames
-from graph_passes.moe_node import inline_fused, is_hina_moe, spec_of, weights_of
+from graph_passes.moe_node import is_hina_moe, spec_of, weights_of
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
+from graph_passes.normalize.inlining import inline_fused
 from graph_passes.op_schema import FLOAT_TYPES, INPUTS, PROJECTIONS
 from graph_passes.quantize.formats import WeightFormat, either
 from graph_passes.quantize.rtn import WeightError
@@ -57,10 +58,13 @@ def convert_weights(model: ir.Model, types: WeightTypes, progress: Progress | No
     counts matrices, first in the stage "measuring weights", and in the saving in the stage "quantising".
 
     Raises WeightError, naming node or tensor, for a node that is not valid, for weights that are quantised already in
-    another format, and for NaN, infinities and weights beyond the range of the new type; the nodes are unchanged then.
-    Functions that hold such nodes are inlined.
+    another format, for NaN, infinities and weights beyond the range of the new type, and for a function with such nodes
+    that has another opset than the model; the nodes are unchanged then. Functions that hold such nodes are inlined.
     """
-    inline_fused(model)  # each call has weights of its own
+    try:
+        inline_fused(model)  # each call has weights of its own
+    except ValueError as error:
+        raise WeightError(str(error)) from error
     nodes = [_Node(node, types) for node in model.graph.all_nodes() if is_hina_moe(node)]
     conversions: dict[object, Conversion] = {}  # several nodes may read the same weights
     for node in nodes:

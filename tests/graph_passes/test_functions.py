@@ -16,8 +16,12 @@ import hina_ort
 from graph_passes import external_data
 from graph_passes.accuracy import relative_l2
 from graph_passes.moe_node import is_hina_moe
+from graph_passes.normalize import normalize
 from graph_passes.pipeline import FusionReport, fuse_model
-from hina_ort.inspection import inspect_model
+from graph_passes.quantize.rtn import WeightError
+from graph_passes.unfuse import UnfuseError, unfuse_model
+from hina_ort.inspection import explain_node, inspect_model
+from hina_ort.unfusing import unfuse
 from tests.bodies import inside_if
 from tests.families import FAMILIES, tokens
 from tests.graphs import copy_of, run_original
@@ -189,14 +193,19 @@ def test_functions_within_functions() -> None:
     assert sorted(node.op_type for node in function if node.op_type != "Constant") == ["Add", "HinaMoE"]
 
 
-def test_a_call_in_a_body_is_inlined() -> None:
-    block = model_of(Loop(hidden=32, inter=24))
+def called_in_a_body(block: ir.Model) -> ir.Model:
+    """`block` as a function that is called in a branch of an If."""
     proto = ir.to_proto(called([block], as_inputs=True))
     functions = list(proto.functions)
     del proto.functions[:]
     outer = ir.to_proto(inside_if(ir.from_proto(proto), weights_outside=True))
     outer.functions.extend(functions)
-    model = ir.from_proto(outer)
+    return ir.from_proto(outer)
+
+
+def test_a_call_in_a_body_is_inlined() -> None:
+    block = model_of(Loop(hidden=32, inter=24))
+    model = called_in_a_body(block)
     copy = copy_of(model)
     assert len(fuse_model(copy).fused) == 1 and not copy.functions
     x = tokens(block, 2, 5)
@@ -241,3 +250,124 @@ def test_weights_of_every_call_may_be_quantised(tmp_path: Path) -> None:
     session = ort.InferenceSession(tmp_path / "int8.onnx", hina_ort.session_options())
     (found,) = session.run(None, {"value0": x})
     assert relative_l2(expected.astype(np.float64), found.astype(np.float64)) < 0.03
+
+
+CONFLICT = "the function Block imports opset 20 of ai.onnx and the model 21, so it cannot be inlined; export the model"
+
+
+def of_another_opset(model: ir.Model) -> ir.Model:
+    """The model with a later opset than that of its functions."""
+    model.opset_imports[""] = 21
+    return model
+
+
+@pytest.mark.parametrize("as_inputs", [False, True])
+def test_a_fused_function_is_inspected_quantised_and_unfused(tmp_path: Path, as_inputs: bool) -> None:
+    """Weights that are constants of the function become initializers, where these look for them."""
+    block = model_of(Loop(hidden=32, inter=32))
+    original = called([block, block], as_inputs=as_inputs)
+    external_data.save(original, tmp_path / "model.onnx")
+    converted = hina_ort.convert(tmp_path / "model.onnx", tmp_path / "fused.onnx")
+    assert [found.state for found in inspect_model(tmp_path / "fused.onnx").blocks] == ["fused"] * 2
+    assert [place.state for place in explain_node(tmp_path / "fused.onnx", "HinaMoE").places] == ["fused"]
+    x = tokens(block, 2, 5)
+    (expected,) = run_original(original, x)
+    for source in ("model", "fused"):
+        target = tmp_path / f"{source}8.onnx"
+        assert len(hina_ort.convert(tmp_path / f"{source}.onnx", target, weights="int8").weights) == 2
+        (found,) = ort.InferenceSession(target, hina_ort.session_options()).run(None, {"value0": x})
+        assert relative_l2(expected.astype(np.float64), found.astype(np.float64)) < 0.03
+    unfused = unfuse(tmp_path / "fused.onnx", tmp_path / "unfused.onnx")
+    assert len(unfused.unfused) == 2 and unfused.nodes_before == converted.nodes_after
+    assert not external_data.load(tmp_path / "unfused.onnx").functions
+    (found,) = ort.InferenceSession(tmp_path / "unfused.onnx").run(None, {"value0": x})
+    assert relative_l2(expected, found) <= 1e-5
+
+
+def test_calls_share_the_constants_of_their_function(tmp_path: Path) -> None:
+    """Also when it is inlined: the file does not grow with the number of calls."""
+    block = model_of(Loop(hidden=32, inter=32))
+    once, thrice = called([block], as_inputs=False), called([block] * 3, as_inputs=False)
+    external_data.save(thrice, tmp_path / "model.onnx")
+    report = hina_ort.convert(tmp_path / "model.onnx", tmp_path / "fused.onnx")
+    assert sum(layer.bytes_fused for layer in report.layers) < 1.1 * report.fused[0].bytes
+    unfused = external_data.load(tmp_path / "fused.onnx")
+    assert len(unfuse_model(unfused)) == 3
+    tensors = [value.const_value for value in unfused.graph.initializers.values()]
+    assert sum(tensor.nbytes for tensor in tensors if tensor is not None) < 1.1 * report.fused[0].bytes
+    for model in (once, thrice):
+        normalize(model)
+    assert len(thrice.graph.initializers) == len(once.graph.initializers)
+
+
+@pytest.mark.parametrize("as_inputs", [False, True])
+def test_a_fused_function_of_another_opset_is_not_inlined(tmp_path: Path, as_inputs: bool) -> None:
+    block = model_of(Loop(hidden=32, inter=32))
+    external_data.save(of_another_opset(called([block, block], as_inputs=as_inputs)), tmp_path / "model.onnx")
+    report = hina_ort.convert(tmp_path / "model.onnx", tmp_path / "fused.onnx")
+    assert len(report.fused) == 1 and sum(layer.bytes_fused for layer in report.layers) > 0
+    assert [found.state for found in inspect_model(tmp_path / "fused.onnx").blocks] == ["fused"] * 2
+    assert [place.state for place in explain_node(tmp_path / "fused.onnx", "HinaMoE").places] == ["fused"]
+    model = external_data.load(tmp_path / "fused.onnx")
+    before = ir.to_proto(model)
+    with pytest.raises(UnfuseError, match=CONFLICT):
+        unfuse_model(model)
+    assert ir.to_proto(model) == before
+    for source in ("model", "fused"):
+        with pytest.raises(WeightError, match=CONFLICT):
+            hina_ort.convert(tmp_path / f"{source}.onnx", tmp_path / "int8.onnx", weights="int8")
+    assert not (tmp_path / "int8.onnx").exists()
+
+
+def test_blocks_of_a_function_of_another_opset_are_recognised(tmp_path: Path) -> None:
+    block = model_of(Loop())
+    external_data.save(of_another_opset(called([block, block], as_inputs=True)), tmp_path / "model.onnx")
+    found = inspect_model(tmp_path / "model.onnx").blocks
+    assert [block.state for block in found] == ["recognised"] * 2
+    places = explain_node(tmp_path / "model.onnx", found[0].node).places
+    assert [place.proof is not None and place.proof.proven for place in places] == [True] * 2
+
+
+def test_a_call_of_another_opset_in_a_body_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = of_another_opset(called_in_a_body(model_of(Loop(hidden=32, inter=24))))
+    before = ir.to_proto(model)
+    report = fuse_model(model)
+    (miss,) = report.refused
+    assert miss.reason.startswith(CONFLICT) and miss.name == "call0" and ir.to_proto(model) == before
+    external_data.save(model, tmp_path / "model.onnx")
+    page = tmp_path / "page.html"
+    assert hina_ort.convert(tmp_path / "model.onnx", tmp_path / "fused.onnx", html=page).written is None
+    assert "cannot be inlined" in page.read_text()
+    (found,) = inspect_model(tmp_path / "model.onnx").blocks
+    assert (found.state, found.node, found.reason) == ("refused", "call0", miss.reason)
+    assert [place.reason for place in explain_node(tmp_path / "model.onnx", "call0").places] == [miss.reason]
+
+
+def test_calls_of_another_opset_that_differ_are_refused_with_the_reason() -> None:
+    """The second hands over indices for another k than it takes, so that the function is not fused as a whole."""
+    block, other = model_of(Loop()), model_of(Loop())
+    other.graph.initializers["k"].const_value = ir.Tensor(np.array([3]), name="k")
+    report = fuse_model(of_another_opset(called([block, other], as_inputs=True)))
+    assert [miss.name for miss in report.refused] == ["call0", "call1"]
+    assert [miss.reason.startswith(CONFLICT) for miss in report.refused] == [True, False]
+
+
+def test_a_conflict_keeps_no_other_function_from_being_inlined() -> None:
+    """Nor is a function inlined into one of another opset that calls it."""
+    proto = ir.to_proto(called([model_of(Loop())] * 2, as_inputs=True))
+    imports = [helper.make_opsetid("", 19), helper.make_opsetid("local", 1)]
+    old = helper.make_function(
+        "local", "Old", ["x"], ["y"], [helper.make_node("New", ["x"], ["y"], domain="local")], imports
+    )
+    new = helper.make_function(
+        "local", "New", ["x"], ["y"], [helper.make_node("Neg", ["x"], ["y"])], proto.opset_import
+    )
+    proto.functions.extend([old, new])
+    proto.graph.node[0].output[0] = "block"
+    proto.graph.node.insert(0, helper.make_node("Old", ["value0"], ["old"], domain="local"))
+    proto.graph.node.insert(2, helper.make_node("Add", ["block", "old"], ["value1"]))
+    proto.graph.value_info[0].name = "value1"
+    model = ir.from_proto(proto)
+    normalize(model)
+    assert {function.name for function in model.functions.values()} == {"Old", "New"}
+    assert [node.op_type for node in model.functions[("local", "Old", "")]] == ["New"]

@@ -269,6 +269,16 @@ def test_ids_of_an_unknown_router_must_not_be_negative() -> None:
         route_of(f"{LOGITS} s = Tanh(l) w, chosen = TopK(s, k) ids = Neg(chosen)")
 
 
+@pytest.mark.parametrize(("step", "times"), [("Slice(i{0}, zero_i, k)", 5000), ("Concat<axis = 0>(i{0}, i{0})", 60)])
+def test_ids_may_come_a_long_way(step: str, times: int) -> None:
+    way = " ".join(f"i{n + 1} = {step.format(n)}" for n in range(times))
+    chosen = f"{LOGITS} s = Tanh(l) w, i0 = TopK(s, k)"
+    text = f"(float[T, {HIDDEN}] x) => (float[T, {TOP_K}] w, int64[U, {TOP_K}] i{times}) {{ {chosen} {way} }}"
+    model = parse(text, {**CONSTANTS, "zero_i": np.array([0])})
+    found = router.recognise(*model.graph.outputs, model.graph.inputs[0], TOP_K)
+    assert found.inputs["topk_ids"] is model.graph.outputs[1]
+
+
 def test_ids_are_as_many_as_top_k_says_whatever_their_shape_says() -> None:
     with pytest.raises(NoMatch, match="TopK chooses 4 experts, but 2 are used for each token"):
         route_of(f"{LOGITS} s = Tanh(l) w, ids = TopK(s, four_i)")

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from typer.testing import CliRunner
 
 import hina_ort
 from graph_passes import pipeline
@@ -22,6 +23,8 @@ from graph_passes.pipeline import FusedBlock, fuse_model
 from graph_passes.quantize.formats import WeightFormat
 from graph_passes.quantize.rewrite import WeightTypes, convert_weights
 from graph_passes.unfuse import unfuse_model
+from hina_ort.cli import app
+from hina_ort.inspection import inspect_model
 from tests.exports import dynamo_block
 from tests.graphs import copy_of, parse, run_original
 from tests.unrolled_graphs import Loop
@@ -451,3 +454,9 @@ def test_conversion_of_a_file(tmp_path: Path) -> None:
     ir.save(model(f"{MLP} scaled = Mul(s, two) y = Add(r, scaled)"), tmp_path / "scaled.onnx")
     (told,) = hina_ort.convert(tmp_path / "scaled.onnx", tmp_path / "routed.onnx").to_dict()["fused"]
     assert told["spec"]["shared_intermediate_size"] == 0 and "multiplied by two" in told["note"]
+    (block,) = inspect_model(tmp_path / "scaled.onnx").to_dict()["blocks"]
+    assert (block["state"], block["note"]) == ("recognised", told["note"])
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "scaled.onnx")], env={"COLUMNS": "300"}).stdout
+    assert f"{block['node']}: {told['note']}" in shown
+    (block,) = inspect_model(tmp_path / "int8.onnx").to_dict()["blocks"]
+    assert (block["state"], block["note"]) == ("fused", "")

@@ -159,6 +159,18 @@ def test_what_cannot_be_run_is_named(model: Path, tmp_path: Path) -> None:
         compare_models(model, broken, 1)
 
 
+def test_sizes_that_the_original_cannot_run_with_are_named(tmp_path: Path) -> None:
+    """It takes two tokens at a time; a full check is what goes round that."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "sequence", 2])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 2, 2])
+    rows = numpy_helper.from_array(np.ones((2, 2), np.float32), "rows")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "rows"], ["y"])], "g", [x], [y], [rows])
+    model = tmp_path / "two.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), model)
+    with pytest.raises(CheckError, match=r"^with batch \d, sequence \d, .*two\.onnx: .*; --check full leaves out"):
+        compare_models(model, model, 20)
+
+
 def test_token_ids_stay_inside_the_vocabulary(tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model.onnx")  # ONNX Runtime fails on an id outside the table
     assert len(compare_models(model, model, 20)) == 20

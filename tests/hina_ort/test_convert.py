@@ -92,6 +92,17 @@ def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
     assert files(tmp_path) == {"model.onnx"}
 
 
+def test_a_dry_run_may_name_what_exists(model: Path, exported: Path, tmp_path: Path) -> None:
+    target, folder = tmp_path / "fused.onnx", tmp_path / "folder"
+    target.write_text("precious")
+    folder.mkdir()
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert invoke(model, target, "--dry-run", "--quiet") == (0, "", "")
+    assert invoke(exported, folder, "--dry-run", "--quiet") == (0, "", "")
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    assert invoke(model, target)[0] == 1 and invoke(model, model, "--dry-run")[0] == 2
+
+
 def test_nothing_to_fuse(tmp_path: Path) -> None:
     dense = tiny.save_model(tmp_path / "dense.onnx", dense=True)
     code, out, _ = invoke(dense, tmp_path / "fused.onnx")

@@ -294,3 +294,19 @@ def test_an_invalid_graph_is_one_sentence(
     code, line = invoke(*arguments[command])
     assert code == 1 and "cannot be read as a graph" in line and "check that ONNX Runtime loads it" in line
     assert not (tmp_path / "fused.onnx").exists()
+
+
+def test_an_interrupt_while_onnxruntime_is_imported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bindings make an ImportError of it."""
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("initialization failed") from interrupt
+
+    monkeypatch.setattr("hina_ort.inspection.inspect_model", fail)
+    assert invoke("inspect", model) == (130, "error: interrupted; nothing was written")
+    missing = ImportError("no module")
+    monkeypatch.setattr("hina_ort.inspection.inspect_model", lambda *_, **__: (_ for _ in ()).throw(missing))
+    assert CliRunner().invoke(app, ["inspect", str(model)]).exception is missing

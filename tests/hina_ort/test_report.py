@@ -167,6 +167,23 @@ def test_many_alike_layers_make_a_small_page() -> None:
     assert len(render("m.onnx", [], other)) < 2 << 20, "pictures end somewhere"
 
 
+def test_refused_blocks_that_differ_in_names_share_a_section(tmp_path: Path) -> None:
+    """Whatever the nodes around the place where the pattern broke are called."""
+    model = onnx.load(tiny.save_model(tmp_path / "model.onnx", unknown_layers=(0, 1)))
+    names = {node.name: f"{chr(97 + i % 26)}{'x' * i}/{node.op_type}" for i, node in enumerate(model.graph.node)}
+    for node in model.graph.node:
+        node.name = names[node.name]
+    onnx.save(model, tmp_path / "model.onnx")
+    file = tmp_path / "page.html"
+    assert invoke("convert", tmp_path / "model.onnx", tmp_path / "out.onnx", "--html", file)[0] == 4
+    page = read(file)
+    assert [tag for tag, _ in page.tags].count("section") == 1
+    assert all(str(block.node) in page.words for block in inspect_model(tmp_path / "model.onnx").blocks)
+    inputs = [Drawing((Box("MatMul", "", "dispatch", marked=True), Box(op, "", "dispatch")), (), {}) for op in "ab"]
+    different = [Place(f"b{i}", "refused", reason="odd", before=drawing) for i, drawing in enumerate(inputs)]
+    assert render("m.onnx", [], different).count("<section") == 2
+
+
 @pytest.mark.parametrize(
     ("names", "common"),
     [
