@@ -16,12 +16,20 @@ import onnxruntime as ort
 import hina_ort
 from graph_passes.accuracy import relative_l2
 
-Arrays = dict[str, npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
 
 RIGHT = {"float32": 1e-4, "float16": 5e-2, "int4": math.inf}
 """Relative L2 from torch up to which an export counts as right; wrong ones in float32 are off by more than 0.1.
 
 Four bits for a weight change what a small random model computes altogether, so there the export is taken as it is.
+"""
+
+TIED_TOKENS = 1 / 32
+"""Of a float16 export, the share of tokens that may differ from torch in any way, for each input.
+
+In float16 the scores of two experts may tie, and then a rounding chooses: one token of 33 got another expert, the
+others differed by 0.002. An expert that is missing changes a quarter of the tokens of these models.
 """
 
 EQUAL = {"float32": 1e-5, "float16": 2e-2, "int4": 1e-5}
@@ -76,9 +84,9 @@ def _cases(path: Path) -> list[Arrays]:
     return list(cases.values())
 
 
-def _run(model: Path, cases: list[Arrays], sizes: Mapping[str, int]) -> tuple[list[npt.NDArray[Any] | None], str]:
+def _run(model: Path, cases: list[Arrays], sizes: Mapping[str, int]) -> tuple[list[Array | None], str]:
     """The first output for each case, None where ONNX Runtime refuses, and why it first did."""
-    outputs: list[npt.NDArray[Any] | None] = []
+    outputs: list[Array | None] = []
     failure = ""
     options = hina_ort.session_options()
     options.log_severity_level = 4
@@ -109,14 +117,26 @@ def _feed(item: Any, case: Arrays, sizes: Mapping[str, int]) -> npt.NDArray[Any]
     return np.zeros(shape, np.float16 if item.type == "tensor(float16)" else np.float32)
 
 
-def _worst(outputs: list[npt.NDArray[Any] | None], cases: list[Arrays]) -> float | None:
+def _worst(outputs: list[Array | None], cases: list[Arrays]) -> float | None:
     """The largest difference from torch; None when the model could not run on any of the cases."""
     if any(output is None for output in outputs):
         return None
-    return max(_difference(case["expected"], output) for case, output in zip(cases, outputs, strict=True))
+    pairs = [(case["expected"], output) for case, output in zip(cases, outputs, strict=True) if output is not None]
+    return max(_difference(*_without_ties(expected, output)) for expected, output in pairs)
 
 
-def _difference(expected: npt.NDArray[Any], got: npt.NDArray[Any] | None) -> float:
+def _without_ties(expected: Array, got: Array) -> tuple[Array, Array]:
+    """Both, without the tokens that differ most where a tie of float16 may be why: `[tokens, size]`."""
+    if expected.dtype != np.float16:
+        return expected, got
+    expected, got = (array.reshape(-1, array.shape[-1]).astype(np.float32) for array in (expected, got))
+    left_out = int(len(expected) * TIED_TOKENS)
+    order = np.argsort(np.linalg.norm(got - expected, axis=1))
+    kept = order[: len(order) - left_out]
+    return expected[kept], got[kept]
+
+
+def _difference(expected: Array, got: Array | None) -> float:
     if got is None:
         return math.inf
     return relative_l2(expected.astype(np.float32), got.astype(np.float32))
