@@ -55,13 +55,18 @@ class Run:
 
 
 QWEN, FEW = "qwen3-30b-a3b", "1,16,256,1024"
+OTHERS = ("qwen3.6-35b-a3b", "olmoe", "deepseek-v2-lite", "gpt-oss-20b")
 RUNS = (
     *(Run(QWEN, weights, peers="ort", hidden=True) for weights in ("int4", "int8", "f32")),
     Run(QWEN, "bf16", peers="vllm", hidden=True),
     *(Run(QWEN, weights, "1,16,256", "ort", hidden=True, threads=1) for weights in ("int4", "int8", "f32")),
-    *(Run(shape, "int4", FEW, "ort", hidden=True) for shape in ("qwen3.6-35b-a3b", "olmoe", "deepseek-v2-lite")),
+    *(Run(shape, "int4", FEW, "ort", hidden=True) for shape in OTHERS),
     Run("gpt-oss-20b", "mxfp4", FEW, "ort", hidden=True),
     Run("mixtral-8x7b", "int4", "1,16,64", "ort", hidden=True),
+    *(Run(shape, weights, "1,16,256", "ort", hidden=True) for shape in OTHERS for weights in ("int8", "f32")),
+    *(Run(shape, "bf16", "1,16,256", "vllm", hidden=True) for shape in OTHERS),
+    *(Run("mixtral-8x7b", weights, "1,16,64", "ort", hidden=True) for weights in ("int8", "f32")),
+    Run("mixtral-8x7b", "bf16", "1,16,64", "vllm", hidden=True),
     Run(QWEN, "int4", peers="ort,vllm"),
     *(Run(QWEN, weights, peers="ort") for weights in ("int8", "f32", "mxfp4")),
     Run(QWEN, "bf16", peers="vllm"),

@@ -304,7 +304,7 @@ def bench_layer(
     threads: Annotated[
         int | None, typer.Option(help="Threads of every engine. Default: all usable.", show_default=False)
     ] = None,
-    versus: Annotated[str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm.")] = "ort",
+    versus: Annotated[str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm, vectors.")] = "ort",
     skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' popularity; 0: uniform.")] = 0.0,
     block: Annotated[
         int | None, typer.Option(help="Weights that share a scale; 0: a row. Default: 32.", show_default=False)
@@ -351,3 +351,71 @@ def bench_layer(
         from hina_ort.bench.show import show_layer
 
         show_layer(result, Console())
+
+
+@bench.command("tune")
+def bench_tune(
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: all usable.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report, keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Measure from how many tokens of an expert on AMX is faster here, and keep that for all sessions of this user.
+
+    Takes some minutes on an idle machine. Exit codes: 0 measured, 2 AMX is not used here, 1 any other error.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        from hina_ort.bench.tune import tune
+        from hina_ort.doctor import usable_cpus
+
+        result = tune(usable_cpus() if threads is None else threads, progress, keep=not dry_run)
+    if as_json:
+        _print_json(result)
+    elif not quiet:
+        from rich.console import Console
+
+        from hina_ort.bench.show import show_tuning
+
+        show_tuning(result, Console())
+
+
+@bench.command("model")
+def bench_model(
+    shape: Annotated[
+        str, typer.Option(metavar="NAME|E,k,H,I[,S]", help="A layer of a known model, or its sizes.")
+    ] = "qwen3-30b-a3b",
+    weights: Annotated[str, typer.Option(metavar="TYPE", help="bf16, int8, int4 or mxfp4.")] = "bf16",
+    activations: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16 or bf16.")] = "f32",
+    tokens: Annotated[str, typer.Option(metavar="N,N,..", help="Token counts.")] = "1,4,16,64,256,1024,4096",
+    cores: Annotated[int, typer.Option(help="Cores that share the work.")] = 56,
+    ghz: Annotated[float, typer.Option(help="Their clock.")] = 2.0,
+    bandwidth: Annotated[float, typer.Option(metavar="GB/S", help="Of memory, all cores together.")] = 250.0,
+    l2: Annotated[float, typer.Option(metavar="BYTES", help="From the L2 cache, of a core in a cycle.")] = 48.0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Predict, without measuring, how long one MoE layer takes with AMX, and what bounds it; on any machine.
+
+    The defaults are a socket of Sapphire Rapids. Exit codes: 0, 2 wrong usage, 1 any other error.
+    """
+    with _clear_errors():
+        from hina_ort.bench.model import run_model
+
+        result = run_model(
+            shape=shape,
+            weights=weights,
+            activations=activations,
+            tokens=tokens,
+            cores=cores,
+            ghz=ghz,
+            bandwidth=bandwidth,
+            l2=l2,
+            json_file=json_file,
+        )
+    if not quiet:
+        from rich.console import Console
+
+        from hina_ort.bench.model_show import show_model
+
+        show_model(result, Console())

@@ -49,7 +49,8 @@ def query(topic: str) -> Any:
 
 
 def cpu_info() -> dict[str, Any]:
-    """CPU vendor, model and features, the instruction set chosen (`isa`), why (`isa_reason`), and the cap if any.
+    """CPU vendor, model and features, the instruction set chosen (`isa`), whether AMX is used beside it (`amx`), why or
+    why not (`isa_reason`, `amx_reason`), and the cap if any.
 
     Errors are those of `query`.
     """

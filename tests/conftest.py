@@ -7,8 +7,14 @@ from importlib import metadata
 
 import pytest
 
+from tests.ops_cpp.amx.environment import AMX_KIND
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_report_header() -> str:
+    return f"AMX: {AMX_KIND}"
 
 
 def _major(package: str) -> int:

@@ -318,7 +318,8 @@ def tolerance(node: Node) -> float:
     weight is rounded twice on the way to float32, or not at all where activations are int8: 2 u for each projection.
 
     Plain bfloat16 weights beside bfloat16 activations get all their tokens in bfloat16 where the CPU multiplies it:
-    FC2's inputs are rounded too, and FC1's, for gate and for up, where mixing weights multiply them.
+    FC2's inputs are rounded too, and FC1's, for gate and for up, where mixing weights multiply them. See also
+    `_of_tiles`.
     """
     spec = node.spec
     lengths = (spec.hidden_size, spec.hidden_size, spec.intermediate_size, spec.shared_intermediate_size, spec.top_k)
@@ -328,7 +329,22 @@ def tolerance(node: Node) -> float:
         narrow = [n for n in spec.projections if any(part.dtype == ml_dtypes.bfloat16 for part in node.weights[n])]
         outer += any("down" in name for name in narrow)
         outer += 2 * (spec.apply_weights_to == "input" and any("up" in name or "gate" in name for name in narrow))
-    return 4.0 * 2.0**-24 * roundings + outer * UNIT_ROUNDOFF[node.activation_type]
+    return 4.0 * 2.0**-24 * roundings + outer * UNIT_ROUNDOFF[node.activation_type] + _of_tiles(node)
+
+
+def _of_tiles(node: Node) -> float:
+    """What AMX may add to `tolerance`. Its floats are bfloat16: the inputs of both projections become two terms each,
+    which add up to them within 2^-16, and where HINA_ISA=amx asks for it, int8 and int4 weights of gate, up and down
+    are rounded. int8 activations are multiplied exactly.
+    """
+    if node.spec.formats and node.spec.accuracy_level == 4:
+        return 0.0
+    asked = os.environ.get("HINA_ISA") == "amx"
+    formats = {str(form) for form in node.spec.formats.values()}
+    narrow = any(part.dtype == ml_dtypes.bfloat16 for name in node.spec.projections for part in node.weights[name])
+    two_terms = asked or narrow or "mxfp4" in formats
+    rounded = asked and bool(formats - {"mxfp4"})
+    return two_terms * 2 * 2.0**-16 + rounded * 3 * UNIT_ROUNDOFF["bfloat16"]
 
 
 def assert_close(node: Node, got: np.ndarray, want: np.ndarray, slack: float = 0.0) -> None:

@@ -11,6 +11,15 @@ from hina_ort.doctor import usable_cpus
 from hina_ort.files import UsageError
 
 
+def check_files(files: dict[str, Path | None]) -> None:
+    """UsageError, by the option's name, for a file that cannot be written."""
+    for option, path in files.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} names {path}, but there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} names {path}, which is a folder; name a file")
+
+
 def run_layer(
     *,
     shape: str,
@@ -30,12 +39,7 @@ def run_layer(
         threads=usable_cpus() if threads is None else threads,
         **options,
     )
-    # What would fail after minutes of measuring fails here.
-    for option, path in (("--json", json_file), ("--plot", plot_file)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} names {path}, but there is no folder {path.absolute().parent}")
-        if path is not None and path.is_dir():
-            raise UsageError(f"{option} names {path}, which is a folder; name a file")
+    check_files({"--json": json_file, "--plot": plot_file})  # what would fail after minutes of measuring
     if plot_file is not None:
         from hina_ort.bench.plot import import_matplotlib
 

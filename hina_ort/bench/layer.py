@@ -14,15 +14,21 @@ from hina_ort.bench import machine
 from hina_ort.bench.accuracy import reference, relative_l2, tolerance
 from hina_ort.bench.engine import Engine, Unavailable
 from hina_ort.bench.inputs import Inputs, Router
-from hina_ort.bench.onnx_engines import HinaEngine, OrtEngine
+from hina_ort.bench.onnx_engines import HinaEngine, OrtEngine, VectorsEngine
 from hina_ort.bench.options import LayerOptions
 from hina_ort.bench.timing import Samples, time_in_turns
 from hina_ort.bench.torch_engine import TorchEngine
 from hina_ort.bench.vllm_engine import VllmEngine
 from hina_ort.bench.weights import WeightFile, layer_bytes, matrices, matrix_bytes, write_weights
 from hina_ort.comparison import CheckError
+from hina_ort.runtime import cpu_info
 
-PEERS: dict[str, Callable[[LayerOptions], Engine]] = {"ort": OrtEngine, "torch": TorchEngine, "vllm": VllmEngine}
+PEERS: dict[str, Callable[[LayerOptions], Engine]] = {
+    "ort": OrtEngine,
+    "torch": TorchEngine,
+    "vllm": VllmEngine,
+    "vectors": VectorsEngine,
+}
 CACHES = 4
 """The layers' bytes are this many times those of the last-level cache, so that weights come from memory."""
 MAX_LAYERS = 16
@@ -220,8 +226,9 @@ def rates(bench: _Bench, limits: machine.Limits, tokens: int, samples: Sequence[
     )
     operations = options.shape.operations(tokens)
     peak = limits.int8_ops if options.int8_activations else limits.float32_flops
-    if options.weights == options.activations == "bf16":
-        peak = max(peak, limits.bfloat16_flops or 0.0)
+    if options.weights == "bf16" and (options.activations == "bf16" or cpu_info()["amx"]):
+        # With AMX activations of other types are multiplied as two bfloat16 numbers each.
+        peak = max(peak, (limits.bfloat16_flops or 0.0) / (1 if options.activations == "bf16" else 2))
     experts = [count / layers for count in samples[0].experts]
     read = sum(experts) / len(experts) * routed + shared
     least = max(read / limits.read_bytes_per_second, operations / peak)

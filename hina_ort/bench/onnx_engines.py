@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,11 @@ from hina_ort.bench.engine import Arithmetic, Engine, Unavailable
 from hina_ort.bench.inputs import Floats, Inputs
 from hina_ort.bench.options import LayerOptions, Shape
 from hina_ort.bench.weights import FLOATS, Array, Matrix, Reading, WeightFile, layer_bytes, matrices, own_reading
+from hina_ort.runtime import cpu_info
 from hina_ort.session import register
 
+NEVER = (1 << 31) - 1
+"""More tokens than an expert can have."""
 _TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 
 
@@ -135,6 +141,37 @@ class HinaEngine(OnnxEngine):
         node = helper.make_node(OP_TYPE, inputs, [f"y{layer}"], domain=DOMAIN, name=f"layer{layer}")
         node.attribute.extend(helper.make_attribute(name, value) for name, value in spec.attributes().items())
         return [node]
+
+
+@contextmanager
+def amx_from(tokens: int) -> Iterator[None]:
+    """Sessions that are made meanwhile use AMX for experts with at least so many tokens."""
+    before = os.environ.get("HINA_AMX_FROM")
+    os.environ["HINA_AMX_FROM"] = str(tokens)
+    try:
+        yield
+    finally:
+        del os.environ["HINA_AMX_FROM"]
+        if before is not None:
+            os.environ["HINA_AMX_FROM"] = before
+
+
+class VectorsEngine(HinaEngine):
+    """HinaMoE without AMX, on a machine that has it."""
+
+    name = "vectors"
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__(options)
+        self.label = "HinaMoE without AMX"
+        cpu = cpu_info()
+        if not cpu["amx"]:
+            raise Unavailable(f"there is nothing to compare, AMX is not used: {cpu['amx_reason']}")
+
+    def load(self, file: WeightFile, layers: int, folder: Path) -> None:
+        """As HinaMoE, with AMX out of reach."""
+        with amx_from(NEVER):
+            super().load(file, layers, folder)
 
 
 def layer_spec(

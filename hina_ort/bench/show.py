@@ -83,3 +83,19 @@ def show_layer(result: dict[str, Any], console: Console) -> None:
 def number(value: float) -> str:
     """A positive number with three significant digits, at most."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def show_tuning(result: dict[str, Any], console: Console) -> None:
+    """Print how many times as fast AMX is, by tokens of an expert, and from how many on it is used."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("kernels")
+    for tokens in result["cases"][0]["tokens"]:
+        table.add_column(f"{tokens} tokens", justify="right")
+    table.add_column("AMX from", justify="right")
+    for case in result["cases"]:
+        used = case["amx_from"] in case["tokens"]
+        ratios = [f"{ratio:.2f}x" for ratio in case["ratios"]]
+        table.add_row(case["key"], *ratios, f"{case['amx_from']} tokens" if used else "never")
+    console.print(table)
+    where = f"kept in {result['file']}" if result["file"] else "nothing was kept"
+    console.print(f"{result['threads']} threads of {result['cpu']}; {where}", soft_wrap=True)

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -23,13 +24,15 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/peak/peak.h"
+#include "runtime/amx.h"
 #include "runtime/isa.h"
 
 using namespace hina;
 
 namespace {
 
-constexpr int kRows = 32;  // rows of a block, as the layer calls kernels
+constexpr int kRows = 32;         // rows of a block, as the layer calls kernels ..
+constexpr int kRowsOfTiles = 96;  // .. and those of tiles
 constexpr int kTokens[] = {1, 2, 4, 8, 16, 32, 64};
 constexpr int kMostTokens = 64;
 constexpr int64_t kDepths[] = {768, 2048};     // k
@@ -85,12 +88,13 @@ void read_all(const char* from, int64_t bytes) {
   for (Words& s : sums) __asm__ volatile("" : : "m"(s));
 }
 
-// Operations per second of the fastest loop of kernels/peak/ that needs no more than `isa`.
-double peak_of(PeakType type, Isa isa) {
+// Operations per second of the fastest loop of kernels/peak/ that needs no more than `isa`, and AMX only if `amx`.
+double peak_of(PeakType type, Isa isa, bool amx = false) {
   std::vector<PeakKernel> kernels(std::begin(kPeakPortable), std::end(kPeakPortable));
 #ifdef HINA_X86_KERNELS
   const auto add = [&](const auto& table) { kernels.insert(kernels.end(), std::begin(table), std::end(table)); };
   add(kPeakAvx2), add(kPeakAvx512), add(kPeakAvx512Vnni), add(kPeakAvx512Bf16);
+  if (amx) add(kPeakAmx);
 #endif
   double best = 0;
   for (const PeakKernel& kernel : kernels) {
@@ -104,7 +108,8 @@ double peak_of(PeakType type, Isa isa) {
 struct Ceilings {
   double read = 0;               // bytes per second from memory
   double flops[kIsaCount] = {};  // of float32, per second
-  double flops_bfloat16 = 0;     // 0 where there are no such instructions
+  double flops_bfloat16 = 0;     // 0 where there are no such instructions ..
+  double tiles_bfloat16 = 0;     // .. or tiles
 };
 
 Ceilings measure_ceilings(const char* memory) {
@@ -119,7 +124,12 @@ Ceilings measure_ceilings(const char* memory) {
     if (isa <= Isa::kAvx512) std::printf(", float32 %s %.1f GFLOP/s", isa_name(isa), c.flops[i] * 1e-9);
   }
   c.flops_bfloat16 = peak_of(PeakType::kBFloat16, cpu_features().newest);
-  std::printf(", bfloat16 %.1f GFLOP/s\n", c.flops_bfloat16 * 1e-9);
+  std::printf(", bfloat16 %.1f GFLOP/s", c.flops_bfloat16 * 1e-9);
+  if (amx_status().usable) {
+    c.tiles_bfloat16 = peak_of(PeakType::kBFloat16, cpu_features().newest, true);
+    std::printf(", in tiles %.0f GFLOP/s", c.tiles_bfloat16 * 1e-9);
+  }
+  std::printf("\n");
   return c;
 }
 
@@ -127,10 +137,11 @@ Ceilings measure_ceilings(const char* memory) {
 
 // A kernel that multiplies a block of rows with tokens, as this program runs it.
 struct Product {
-  using Run = std::function<void(const char* rows, int n_tokens)>;  // against the block of kRows rows at `rows`
+  using Run = std::function<void(const char* rows, int n_tokens)>;  // against the block of rows at `rows`
 
   const char* name;
   Isa isa;
+  int rows;                                     // of a block
   double flops;                                 // its ceiling, per second
   std::function<int64_t(int64_t k)> row_bytes;  // what a row of k values reads, scales included
   std::function<Run(int64_t k)> prepare;        // verifies the kernel, and says how to run it
@@ -180,14 +191,70 @@ Product::Run prepare_dot(const DotKernel& kernel, int64_t k) {
   return [=](const char* block, int n) { run_dot(kernel, block, narrow_tokens->data(), n, k, out->data()); };
 }
 
+// Tokens in panels, for each number of them that is timed.
+struct Panels {
+  Panels(const TileKernel& kernel, const std::vector<float>& tokens, int n, int64_t k) {
+    const int64_t bytes = kernel.panel_bytes(k, kPanelTokens);
+    lines.resize(static_cast<size_t>((n + kPanelTokens - 1) / kPanelTokens * bytes) / sizeof(Line));
+    for (int t = 0; t < n; t += kPanelTokens) {
+      const float* token[kPanelTokens];
+      const int count = std::min(kPanelTokens, n - t);
+      for (int i = 0; i < count; ++i) token[i] = &tokens[static_cast<size_t>((t + i) * k)];
+      at.push_back(lines[0].bytes + t / kPanelTokens * bytes);
+      kernel.pack(token, nullptr, count, k, const_cast<void*>(at.back()));
+    }
+  }
+  Lines lines;
+  std::vector<const void*> at;
+};
+
+int64_t tile_row_bytes(const TileKernel& kernel, int64_t k) {
+  return kernel.terms > 0 ? k * 2 : kernel.unpack != nullptr ? k / 2 : k;
+}
+
+Product::Run prepare_tile(const TileKernel& kernel, int64_t k) {
+  const std::vector<float> rows = random_values(kRowsOfTiles * k), tokens = random_values(kMostTokens * k);
+  const Lines narrow_rows = lines_of(DataType::kBFloat16, rows);  // for int8, any bytes
+  std::map<int, std::shared_ptr<Panels>> panels;
+  for (const int n : kTokens) panels[n] = std::make_shared<Panels>(kernel, tokens, n, k);
+  const auto scales = std::make_shared<std::vector<float>>(kRowsOfTiles * k / kUnit, 0.125f);
+  const auto unpacked = std::make_shared<Lines>(kRowsOfTiles * k / sizeof(Line));
+  const auto run = [=](const TileKernel& by, const Panels& of, const void* block, int n, float* out) {
+    const int64_t bytes = tile_row_bytes(by, k);
+    TileRows parts[2] = {{block, bytes, kRowsOfTiles, scales->data(), nullptr}, {}};
+    if (by.unpack != nullptr) {
+      const void* row[kRowsOfTiles];
+      for (int r = 0; r < kRowsOfTiles; ++r) row[r] = static_cast<const char*>(block) + r * bytes;
+      by.unpack(row, kRowsOfTiles, bytes, k, true, unpacked->data(), k);
+      parts[0].first = unpacked->data(), parts[0].stride = k;
+    }
+    by.multiply(parts, of.at.data(), n, k, out);
+  };
+  const auto out = std::make_shared<std::vector<float>>(kRowsOfTiles * kMostTokens);
+  std::vector<float> want(out->size());
+  run(kernel, *panels[kMostTokens], narrow_rows.data(), kMostTokens, out->data());
+  const TileKernel& portable =
+      kernel.terms > 0 ? kTileBf16Portable[kernel.terms - 1] : kTileInt8Portable[static_cast<int>(kernel.format) - 1];
+  run(portable, Panels(portable, tokens, kMostTokens, k), narrow_rows.data(), kMostTokens, want.data());
+  REQUIRE(*out == want, "%s differs from %s", kernel.name, portable.name);
+  return [=](const char* block, int n) { run(kernel, *panels.at(n), block, n, out->data()); };
+}
+
 // Other families of products (quantised rows) join here.
 std::vector<Product> products(const Ceilings& ceilings) {
   std::vector<Product> all;
   for (const DotKernel& kernel : dot_kernels()) {
     const double flops = kernel.token_type == DataType::kFloat32 ? ceilings.flops[static_cast<int>(kernel.isa)]
                                                                  : ceilings.flops_bfloat16;
-    all.push_back({kernel.name, kernel.isa, flops, [=](int64_t k) { return k * size_of(kernel.weight_type); },
+    all.push_back({kernel.name, kernel.isa, kRows, flops, [=](int64_t k) { return k * size_of(kernel.weight_type); },
                    [=](int64_t k) { return prepare_dot(kernel, k); }});
+  }
+  for (const TileKernel& kernel : tile_kernels()) {
+    if (!amx_status().usable) continue;
+    // A product of tiles takes as long with int8, and has twice as many values.
+    const double flops = kernel.terms > 0 ? ceilings.tiles_bfloat16 / kernel.terms : ceilings.tiles_bfloat16 * 2;
+    all.push_back({kernel.name, kernel.isa, kRowsOfTiles, flops, [=](int64_t k) { return tile_row_bytes(kernel, k); },
+                   [=](int64_t k) { return prepare_tile(kernel, k); }});
   }
   return all;
 }
@@ -195,10 +262,10 @@ std::vector<Product> products(const Ceilings& ceilings) {
 void time_product(const Product& product, const char* memory, double read) {
   for (const int64_t k : kDepths) {
     const Product::Run run = product.prepare(k);
-    const int64_t block = kRows * product.row_bytes(k), blocks = kBurst / block;
+    const int64_t block = product.rows * product.row_bytes(k), blocks = kBurst / block;
     std::printf("%-22s k=%-4ld L2    ", product.name, static_cast<long>(k));
     for (const int n : kTokens) {
-      const double rate = 2.0 * kRows * static_cast<double>(k * n) / time_of([&] { run(memory, n); });
+      const double rate = 2.0 * product.rows * static_cast<double>(k * n) / time_of([&] { run(memory, n); });
       std::printf(" %2d: %5.1f (%3.0f %%)", n, rate * 1e-9, 100 * rate / product.flops);
     }
     std::printf("\n%-22s %-6s memory", "", "");
@@ -212,7 +279,7 @@ void time_product(const Product& product, const char* memory, double read) {
     for (const int n : kTokens) {
       const double seconds = time_of([&] { burst(n); }, false);
       const double bytes = static_cast<double>(blocks * block);
-      const double flops = 2.0 * kRows * static_cast<double>(k * n * blocks);
+      const double flops = 2.0 * product.rows * static_cast<double>(k * n * blocks);
       const double bound = std::max(bytes / read, flops / product.flops);
       std::printf(" %2d: %5.1f (%3.0f %%)", n, bytes / seconds * 1e-9, 100 * bound / seconds);
     }

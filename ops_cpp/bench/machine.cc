@@ -147,7 +147,7 @@ double read_rate(const std::string& path, int threads) {
   return static_cast<double>(part) * threads / best;
 }
 
-std::vector<PeakKernel> peak_kernels(Isa isa) {
+std::vector<PeakKernel> peak_kernels(Isa isa, bool amx) {
   std::vector<PeakKernel> kernels(std::begin(kPeakPortable), std::end(kPeakPortable));
 #ifdef HINA_X86_KERNELS
   const auto add = [&kernels](const auto& table) { kernels.insert(kernels.end(), std::begin(table), std::end(table)); };
@@ -155,6 +155,7 @@ std::vector<PeakKernel> peak_kernels(Isa isa) {
   add(kPeakAvx512);
   add(kPeakAvx512Vnni);
   add(kPeakAvx512Bf16);
+  if (amx) add(kPeakAmx);
 #endif
   std::erase_if(kernels, [isa](const PeakKernel& kernel) { return kernel.isa > isa; });
   return kernels;
@@ -193,7 +194,7 @@ std::string measure(const std::string& request) {
   if (!choice.error.empty()) throw std::runtime_error(choice.error);
   const int n = static_cast<int>(threads);
   const double read = read_rate(rest + 1, n);  // first: it fails at once where there is nothing to read
-  const std::vector<PeakKernel> kernels = peak_kernels(choice.isa);
+  const std::vector<PeakKernel> kernels = peak_kernels(choice.isa, choice.amx);
   const std::string float32 = best_rate(kernels, PeakType::kFloat32, n);
   const std::string bfloat16 = best_rate(kernels, PeakType::kBFloat16, n);
   const std::string int8 = best_rate(kernels, PeakType::kInt8, n);

@@ -39,7 +39,16 @@ std::vector<ActivationKernel> activation_kernels() {
 
 std::vector<RouteKernel> route_kernels() { return join(kRoutePortable HINA_X86(kRouteAvx2, kRouteAvx512)); }
 
-KernelSet select_kernels(Isa isa) {
+std::vector<ScatterKernel> scatter_kernels() { return join(kScatterPortable HINA_X86(kScatterAvx2, kScatterAvx512)); }
+
+std::vector<TileKernel> tile_kernels() {
+  std::vector<TileKernel> all = join(kTileBf16Portable HINA_X86(kTileBf16Avx2, kTileBf16Avx512));
+  const std::vector<TileKernel> int8 = join(kTileInt8Portable HINA_X86(kTileInt8Avx2, kTileInt8Avx512));
+  all.insert(all.end(), int8.begin(), int8.end());
+  return all;
+}
+
+KernelSet select_kernels(Isa isa, bool amx) {
   KernelSet set{};
   for (const DotKernel& kernel : dot_kernels()) {
     if (kernel.isa > isa) continue;
@@ -61,6 +70,12 @@ KernelSet select_kernels(Isa isa) {
     if (kernel.isa <= isa) set.activation[static_cast<int>(kernel.activation)] = kernel.fn;
   for (const RouteKernel& kernel : route_kernels())
     if (kernel.isa <= isa) set.route = kernel;
+  for (const ScatterKernel& kernel : scatter_kernels())
+    if (kernel.isa <= isa) set.scatter = kernel.fn;
+  set.amx = amx && isa > Isa::kPortable;
+  for (const TileKernel& kernel : tile_kernels())
+    if (amx && kernel.isa <= isa)
+      (kernel.terms > 0 ? set.tile_bf16[kernel.terms - 1] : set.tile_int8[static_cast<int>(kernel.format)]) = kernel;
   return set;
 }
 

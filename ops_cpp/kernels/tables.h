@@ -8,11 +8,14 @@
 #include "kernels/dot/dot.h"
 #include "kernels/qdot/qdot.h"
 #include "kernels/route/route.h"
+#include "kernels/scatter/scatter.h"
+#include "kernels/tile/tile.h"
 
 namespace hina {
 
 constexpr int kVectorActivations = 2;  // silu and gelu_tanh, the two that need an exponential
 constexpr int kQuantisedFormats = kWeightFormatCount - 1;
+constexpr int kTileTerms = 2;  // entries of bf16 tiles: one term, two terms
 
 extern const DotKernel kDotPortable[kFloatTypeCount];
 extern const DotKernel kDotAvx2[kFloatTypeCount];
@@ -38,5 +41,17 @@ extern const ActivationKernel kActivationAvx512[kVectorActivations];
 extern const RouteKernel kRoutePortable[1];
 extern const RouteKernel kRouteAvx2[1];
 extern const RouteKernel kRouteAvx512[1];
+
+extern const ScatterKernel kScatterPortable[1];
+extern const ScatterKernel kScatterAvx2[1];
+extern const ScatterKernel kScatterAvx512[1];
+
+extern const TileKernel kTileBf16Portable[kTileTerms];
+extern const TileKernel kTileBf16Avx2[kTileTerms];
+extern const TileKernel kTileBf16Avx512[kTileTerms];
+
+extern const TileKernel kTileInt8Portable[kQuantisedFormats];
+extern const TileKernel kTileInt8Avx2[kQuantisedFormats];
+extern const TileKernel kTileInt8Avx512[kQuantisedFormats];
 
 }  // namespace hina

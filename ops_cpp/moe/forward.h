@@ -33,7 +33,7 @@ struct Call {
 int64_t most_tasks(const Params& params, int64_t tokens);
 
 // Tokens of a piece of the call.
-int64_t tokens_at_once(const Params& params, const Call& call);
+int64_t tokens_at_once(const Params& params, const KernelSet& kernels, const Call& call);
 
 // Bytes of workspace for one call with up to `workers` concurrent workers; -1 if that does not fit in 63 bits.
 int64_t workspace_bytes(const Params& params, const KernelSet& kernels, const Call& call, int workers);

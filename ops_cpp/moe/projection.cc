@@ -2,27 +2,12 @@
 
 #include <algorithm>
 
+#include "moe/factors.h"
+
 namespace hina {
 namespace {
 
 static_assert(kRows <= kMaxQRows && kFewRows <= kMaxFewRows);
-
-constexpr int kShortUnit = 16;
-constexpr int64_t kAlignment = 64;
-
-int unit_of(const Matrix& matrix) { return matrix.block == kShortUnit ? kShortUnit : kUnit; }
-
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
-
-// Zero point of every code when the model gives none.
-float middle_code(WeightFormat format) {
-  return format == WeightFormat::kInt4 ? 8.0f : format == WeightFormat::kMxfp4 ? 12.0f : 128.0f;
-}
-
-// Scales and zero points of one block of rows, as floats.
-int64_t expanded_bytes(int64_t rows, int64_t k, int unit) {
-  return aligned((2 * rows * ceil_div(k, unit) + kFactorPad) * 4);
-}
 
 // Whether rows are packed for `tokens` tokens.
 bool packs(const QDotKernel& qdot, int unit, int64_t tokens) {
@@ -88,7 +73,7 @@ int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t t
     const int64_t prepared = !is_int8(form)         ? aligned(rows * k * 4)
                              : packs(qdot, unit, n) ? qdot.panel_bytes(k, unit)
                                                     : 0;
-    return expanded_bytes(rows, k, unit) + prepared;
+    return factors_bytes(rows, k, unit) + prepared;
   };
   return std::max(of_rows(1), of_rows(tokens));
 }
@@ -103,8 +88,9 @@ Projection::Projection(const RowBlock& rows, const RowBlock& next, int64_t k, To
     return;
   }
   const int unit = unit_of(matrix);
-  expand(matrix, rows.first, unit, kernels, reinterpret_cast<float*>(scratch));
-  scratch += expanded_bytes(count_, k, unit);
+  const Factors factors = expand_factors(matrix, rows.first, count_, k, kernels, scratch);
+  for (int r = 0; r < count_; ++r) scales_[r] = factors.scales_of(r), zero_points_[r] = factors.zero_points_of(r);
+  scratch += factors_bytes(count_, k, unit);
   if (!is_int8(form)) {
     dequantise(matrix, kernels, reinterpret_cast<float*>(scratch));
     return;
@@ -132,46 +118,6 @@ void Projection::dequantise(const Matrix& matrix, const KernelSet& kernels, floa
     rows_[r] = room;
   }
   dot_ = kernels.dot[static_cast<int>(DataType::kFloat32)];
-}
-
-void Projection::expand(const Matrix& matrix, int64_t first, int unit, const KernelSet& kernels, float* room) {
-  const int64_t units = ceil_div(k_, unit), all = count_ * units;
-  const int64_t repeat = matrix.block == 0 ? units : matrix.block / unit;
-  const auto rows_of = [&](const std::byte* data, int64_t stride) { return data + first * stride; };
-  float* scales = room;
-  expand_rows(rows_of(matrix.scales, matrix.scale_stride), matrix.scale_stride, matrix.scale_type, units, repeat,
-              kernels, scales);
-  if (matrix.format == WeightFormat::kMxfp4)
-    for (int64_t i = 0; i < all; ++i) scales[i] *= 0.5f;
-  float* zero_points = room + all;
-  const bool given = matrix.zero_points != nullptr;  // else all rows share one
-  if (!given) {
-    std::fill_n(zero_points, units, middle_code(matrix.format));
-  } else {
-    expand_rows(rows_of(matrix.zero_points, matrix.zero_point_stride), matrix.zero_point_stride, matrix.zero_point_type,
-                units, repeat, kernels, zero_points);
-    if (matrix.format == WeightFormat::kInt8)
-      for (int64_t i = 0; i < all; ++i) zero_points[i] += 128.0f;
-  }
-  for (int r = 0; r < count_; ++r) {
-    scales_[r] = scales + r * units;
-    zero_points_[r] = zero_points + (given ? r * units : 0);
-  }
-}
-
-void Projection::expand_rows(const std::byte* data, int64_t stride, DataType type, int64_t units, int64_t repeat,
-                             const KernelSet& kernels, float* out) const {
-  const WidenFn widen = kernels.widen[static_cast<int>(type)];
-  const int64_t blocks = ceil_div(units, repeat);
-  // A call for all rows where they lie one after the other: at one token a call for each took a tenth of the time.
-  const int64_t bytes = type == DataType::kFloat32 ? 4 * blocks : type < DataType::kUint8 ? 2 * blocks : blocks;
-  if (repeat == 1 && stride == bytes && type != DataType::kUint4) return widen(data, out, count_ * units);
-  for (int r = 0; r < count_; ++r, out += units) {
-    widen(data + r * stride, out, blocks);
-    // From the last block on, since the values of the first ones lie where their repetitions go.
-    for (int64_t b = blocks; repeat > 1 && b-- > 0;)
-      std::fill(out + b * repeat, out + std::min((b + 1) * repeat, units), float{out[b]});
-  }
 }
 
 }  // namespace hina

@@ -57,10 +57,6 @@ class Projection {
 
  private:
   void dequantise(const Matrix& matrix, const KernelSet& kernels, float* room);
-  // Scales and zero points of all units of the rows.
-  void expand(const Matrix& matrix, int64_t first, int unit, const KernelSet& kernels, float* room);
-  void expand_rows(const std::byte* data, int64_t stride, DataType type, int64_t units, int64_t repeat,
-                   const KernelSet& kernels, float* out) const;
 
   int64_t k_;
   int count_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "moe/blocking.h"
 
@@ -40,10 +41,12 @@ struct Needs {
   int64_t scratch[2] = {};           // of up and down, and of gate
   bool forms[kTokenFormCount] = {};  // of the tokens of FC1
   int64_t hidden_bytes = 0;
+  int64_t packed_bytes = 0;  // of a token in a panel of FC1; 0: no tiles
 };
 
-void add_needs(Needs& needs, const Expert& expert, bool gated, int64_t hidden_size, int64_t size, const Params& params,
+Needs needs_of(const Expert& expert, bool gated, int64_t hidden_size, int64_t size, const Params& params,
                const KernelSet& kernels, const Call& call) {
+  Needs needs;
   const auto form = [&](const Matrix& m) { return token_form(m, params.int8_activations, kernels, call.type); };
   // The most tokens that an expert can have: ids that are handed in may name it several times for one token.
   const int64_t most = times(call.tokens, params.router.input == RouterInput::kTopK ? params.top_k : 1);
@@ -60,19 +63,35 @@ void add_needs(Needs& needs, const Expert& expert, bool gated, int64_t hidden_si
   // The plain types of the other experts may ask for float32.
   const TokenForm down = form(expert.down);
   needs.hidden_bytes = token_bytes(is_int8(down) ? down : TokenForm::kFloat32, size, kernels);
+  const ExpertTiles tiles = expert_tiles(expert, gated, params, kernels, call.type, most);
+  if (tiles.first == nullptr) return needs;
+  needs.packed_bytes = aligned(tiles.first->panel_bytes(hidden_size, 1));
+  needs.hidden_bytes = std::max(needs.hidden_bytes, aligned(tiles.down->panel_bytes(size, 1)));
+  for (const Matrix* m : {&expert.gate, &expert.up})
+    if (m != &expert.gate || gated)
+      needs.scratch[m == &expert.gate] =
+          std::max(needs.scratch[m == &expert.gate], tile_scratch_bytes(*m, *tiles.first, kFc2TileRows, hidden_size));
+  needs.scratch[0] = std::max(needs.scratch[0], tile_scratch_bytes(expert.down, *tiles.down, kFc2TileRows, size));
+  return needs;
+}
+
+// Of the routed experts and of the shared one.
+std::pair<Needs, Needs> all_needs(const Params& params, const KernelSet& kernels, const Call& call) {
+  const int64_t size = params.intermediate_size, shared_size = params.shared_intermediate_size;
+  return {needs_of(params.experts[0], params.gated, params.hidden_size, size, params, kernels, call),
+          shared_size > 0
+              ? needs_of(params.shared, params.shared_gated, params.hidden_size, shared_size, params, kernels, call)
+              : Needs{}};
 }
 
 Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernels, const Call& call, int workers) {
   const int64_t tokens = call.tokens, experts = params.num_experts, k = params.top_k;
   const int64_t shared_tokens = params.shared_intermediate_size > 0 ? tokens : 0;
   const int64_t slots = times(tokens, k + (shared_tokens > 0 ? 1 : 0));
-  Needs needs, shared_needs;
-  add_needs(needs, params.experts[0], params.gated, params.hidden_size, params.intermediate_size, params, kernels,
-            call);
-  if (shared_tokens > 0)
-    add_needs(shared_needs, params.shared, params.shared_gated, params.hidden_size, params.shared_intermediate_size,
-              params, kernels, call);
+  const auto [needs, shared_needs] = all_needs(params, kernels, call);
   Workspace w;
+  w.in_tiles = needs.packed_bytes > 0;
+  w.shared_in_tiles = shared_needs.packed_bytes > 0;
   if (call.type != DataType::kFloat32) {
     w.x = carver.take<float>(times(tokens, params.hidden_size));
     w.sum = carver.take<float>(times(tokens, params.hidden_size));
@@ -93,6 +112,12 @@ Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernel
   w.shared_hidden_bytes = shared_needs.hidden_bytes;
   w.hidden = carver.take<std::byte>(times(times(tokens, k), w.hidden_bytes));
   w.shared_hidden = carver.take<std::byte>(times(shared_tokens, w.shared_hidden_bytes));
+  w.packed_bytes = std::max(needs.packed_bytes, shared_needs.packed_bytes);
+  if (w.packed_bytes > 0) {
+    w.packed = carver.take<std::byte>(times(slots, w.packed_bytes));
+    w.packs = carver.take<PackTask>(slots / kPanelTokens + experts + 1);
+  }
+  w.packs_left = carver.take<Countdown>(experts + 1);
   w.order = carver.take<int32_t>(experts + 1);
   w.logits_left = carver.take<Countdown>(ceil_div(tokens, kTokenBlock));
   w.fc1_left = carver.take<Countdown>(experts + 1);
@@ -109,7 +134,7 @@ Workspace take_all(Carver& carver, const Params& params, const KernelSet& kernel
     w.scaled = carver.take<float>(times(params.hidden_size, workers));
     w.scaled_tokens = carver.take<std::byte>(times(chunk_of(w.scaled_bytes) * workers, w.scaled_bytes));
   }
-  w.tile = carver.take<float>(int64_t{kMaxChunk} * 2 * kRows * workers);
+  w.tile = carver.take<float>(kTileFloats * workers);
   w.scores = carver.take<float>(3 * experts * workers);
   w.group_ids = carver.take<int32_t>(experts * workers);
   return w;
@@ -122,19 +147,21 @@ int64_t times(int64_t a, int64_t b) {
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<int64_t>::max() : product;
 }
 
-int64_t tokens_at_once(const Params& params, const Call& call) {
+int64_t tokens_at_once(const Params& params, const KernelSet& kernels, const Call& call) {
   if (call.tokens_at_once > 0) return call.tokens_at_once;
   const int64_t narrow = call.type == DataType::kFloat32 ? 0 : 2 * params.hidden_size;
   const int64_t int8 = params.int8_activations ? params.hidden_size : 0;  // more than the codes take
+  const auto [needs, shared_needs] = all_needs(params, kernels, call);
+  const int64_t packed = (params.top_k * needs.packed_bytes + shared_needs.packed_bytes) / 4;
   const int64_t floats = times(params.top_k, params.intermediate_size) + params.shared_intermediate_size + narrow +
-                         int8 + params.num_experts + 4 * params.top_k;
+                         int8 + packed + params.num_experts + 4 * params.top_k;
   return std::max(kPieceBytes / 4 / floats, kLeastPiece);
 }
 
 int64_t workspace_bytes(const Params& params, const KernelSet& kernels, const Call& call, int workers) {
   Carver carver(nullptr);
   Call piece = call;
-  piece.tokens = std::min(call.tokens, tokens_at_once(params, call));
+  piece.tokens = std::min(call.tokens, tokens_at_once(params, kernels, call));
   take_all(carver, params, kernels, piece, workers);
   return carver.used();
 }

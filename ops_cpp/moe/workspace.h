@@ -7,9 +7,16 @@
 #include "moe/forward.h"
 #include "moe/plan.h"
 #include "moe/projection.h"
+#include "moe/tile_rows.h"
 #include "runtime/countdown.h"
 
 namespace hina {
+
+// Tokens of a group from `slot` on, for a panel.
+struct PackTask {
+  int32_t group;
+  int64_t slot;
+};
 
 struct Workspace {
   float* x = nullptr;               // [T, H]; not taken when hidden_states is float32
@@ -23,6 +30,11 @@ struct Workspace {
   std::byte* hidden = nullptr;              // [T * k, hidden_bytes]: what FC1 leaves, in the form that `down` takes
   std::byte* shared_hidden = nullptr;       // [T, shared_hidden_bytes]
   int64_t hidden_bytes = 0, shared_hidden_bytes = 0;
+  bool in_tiles = false, shared_in_tiles = false;  // whether routed experts, the shared one, may be multiplied in tiles
+  std::byte* packed = nullptr;  // [slots, packed_bytes]: panels of FC1; only if some expert is multiplied in tiles
+  int64_t packed_bytes = 0;
+  PackTask* packs = nullptr;         // [slots / 16 + E + 1]; likewise
+  Countdown* packs_left = nullptr;   // [E + 1]
   int32_t* order = nullptr;          // [E + 1] the active groups as FC1 takes them
   Countdown* logits_left = nullptr;  // [token blocks]
   Countdown* fc1_left = nullptr;     // [E + 1]
@@ -31,7 +43,7 @@ struct Workspace {
   float* scaled = nullptr;             // [workers, H]; only with weights_on_input
   std::byte* scaled_tokens = nullptr;  // [workers, chunk_of(scaled_bytes), scaled_bytes]; likewise
   int64_t scaled_bytes = 0;
-  float* tile = nullptr;         // [workers, kMaxChunk, 2 * kRows]
+  float* tile = nullptr;         // [workers, kTileFloats]
   float* scores = nullptr;       // [workers, 3 E]
   int32_t* group_ids = nullptr;  // [workers, E]
 };

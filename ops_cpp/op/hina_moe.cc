@@ -8,11 +8,13 @@
 #include <memory>
 
 #include "moe/forward.h"
+#include "moe/tile_rows.h"
 #include "op/formats.h"
 #include "op/inputs.h"
 #include "op/parse.h"
 #include "op/schema.h"
 #include "runtime/isa.h"
+#include "runtime/tuning.h"
 
 namespace hina {
 namespace {
@@ -57,9 +59,11 @@ class Kernel {
   Kernel(const OrtApi& api, const OrtKernelInfo* info) : api_(api), node_(parse_node(api, info)) {
     const IsaChoice choice = choose_isa();
     if (!choice.error.empty()) throw Error("HinaMoE node '" + node_.name + "': " + choice.error);
-    kernels_ = select_kernels(choice.isa);
+    kernels_ = select_kernels(choice.isa, choice.amx);
+    kernels_.tiles_round_weights = choice.cap == "amx";
+    set_tile_thresholds();
     workers_ = worker_bound();
-    report(choice, declared_info(api, info, kHiddenStates).type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16);
+    report(choice, float_type(declared_info(api, info, kHiddenStates).type, "hidden_states"));
     check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
   }
   Kernel(const Kernel&) = delete;
@@ -154,27 +158,57 @@ class Kernel {
     return index < count ? output(context, index, shape) : nullptr;
   }
 
+  // The measured number of tokens from which on tiles are used, by kind of kernel.
+  void set_tile_thresholds() {
+    const Tuning tuning(cpu_features().model);
+    if (!tuning.error().empty()) fail(tuning.error());
+    const auto set = [&](TileKernel& kernel, const char* key) {
+      kernel.from_tokens = tuning.amx_from(key, kernel.from_tokens);
+    };
+    set(kernels_.tile_bf16[0], "bf16");
+    set(kernels_.tile_bf16[1], "bf16x2");
+    const auto int8 = [&](WeightFormat format, const char* key) {
+      set(kernels_.tile_int8[static_cast<int>(format)], key);
+    };
+    int8(WeightFormat::kUint8, "int8");
+    int8(WeightFormat::kInt8, "int8");
+    int8(WeightFormat::kInt4, "int4");
+    int8(WeightFormat::kMxfp4, "mxfp4");
+  }
+
   // HINA_VERBOSE=1: one line per node on stderr, when the session is made.
-  void report(const IsaChoice& choice, bool bfloat16_tokens) const {
+  void report(const IsaChoice& choice, DataType type) const {
     const char* verbose = std::getenv("HINA_VERBOSE");
     if (verbose == nullptr || *verbose == '\0' || *verbose == '0') return;
     const Params& p = node_.params;
-    const auto text = [&](const Matrix& matrix) { return kernel_text(matrix, choice.isa, bfloat16_tokens); };
     const auto projections = [&](const Expert& e, bool gated) {
+      const ExpertTiles tiles = expert_tiles(e, gated, p, kernels_, type, INT32_MAX);
+      const auto text = [&](const Matrix& matrix) {
+        const bool bfloat16 = type == DataType::kBFloat16;
+        return kernel_text(matrix, choice.isa, bfloat16, &matrix == &e.down ? tiles.down : tiles.first);
+      };
       return (gated ? "gate " + text(e.gate) + ", " : "") + "up " + text(e.up) + ", down " + text(e.down);
     };
     std::string shared;
     if (p.shared_intermediate_size > 0)
       shared =
           "; shared I=" + std::to_string(p.shared_intermediate_size) + ": " + projections(p.shared, p.shared_gated);
-    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %s%s; isa %s because %s\n",
-                 node_.name.c_str(), static_cast<long long>(p.num_experts), static_cast<long long>(p.top_k),
+    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %s%s; isa %s\n", node_.name.c_str(),
+                 static_cast<long long>(p.num_experts), static_cast<long long>(p.top_k),
                  static_cast<long long>(p.hidden_size), static_cast<long long>(p.intermediate_size),
-                 projections(p.experts[0], p.gated).c_str(), shared.c_str(), isa_name(choice.isa),
-                 choice.reason.c_str());
+                 projections(p.experts[0], p.gated).c_str(), shared.c_str(), choice_text(choice).c_str());
   }
 
-  // "dot_f32_avx2", "int4:32 qdot_int4_avx2 with int8 activations" or "int4:32 dequantised for dot_f32_avx2".
+  // "dot_f32_avx2", "int4:32 qdot_int4_avx2 with int8 activations", "int4:32 dequantised for dot_f32_avx2"; and where
+  // tiles are used: "tile_bf16_avx512", or "dot_bf16_avx512, from 8 tokens on tile_bf16_avx512".
+  std::string kernel_text(const Matrix& matrix, Isa isa, bool bfloat16_tokens, const TileKernel* tiles) const {
+    const std::string vectors = kernel_text(matrix, isa, bfloat16_tokens);
+    if (tiles == nullptr) return vectors;
+    const std::string word = matrix.quantised() ? format_word(matrix.format, matrix.block) + " " : "";
+    if (tiles->from_tokens <= 1) return word + tiles->name;
+    return vectors + ", from " + std::to_string(tiles->from_tokens) + " tokens on " + tiles->name;
+  }
+
   std::string kernel_text(const Matrix& matrix, Isa isa, bool bfloat16_tokens) const {
     const std::string word = matrix.quantised() ? format_word(matrix.format, matrix.block) + " " : "";
     if (matrix.quantised() && node_.params.int8_activations)

@@ -10,6 +10,7 @@
 #include "op/json.h"
 #include "op/schema.h"
 #include "runtime/isa.h"
+#include "runtime/tuning.h"
 
 #define HINA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -48,6 +49,8 @@ std::string cpu_info_json() {
          ",\"features\":" + json_strings(cpu.names) +
          ",\"isa\":" + (known ? json_string(isa_name(choice.isa)) : "null") +
          ",\"isa_reason\":" + json_string(known ? choice.reason : choice.error) +
+         ",\"amx\":" + (known && choice.amx ? "true" : "false") + ",\"amx_reason\":" + json_string(choice.amx_reason) +
+         ",\"tuning\":" + json_string(tuning_path()) +
          ",\"isa_cap\":" + (choice.cap.empty() ? "null" : json_string(choice.cap)) +
          ",\"minimum_ort_api\":" + std::to_string(kMinimumOrtApi) + "}";
 }
@@ -67,6 +70,8 @@ std::string kernels_json() {
   append_kernels(out, "convert", convert_kernels());
   append_kernels(out, "activation", activation_kernels());
   append_kernels(out, "route", route_kernels());
+  append_kernels(out, "scatter", scatter_kernels());
+  append_kernels(out, "tile", tile_kernels());
   return out + "]";
 }
 

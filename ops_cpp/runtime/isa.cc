@@ -8,6 +8,8 @@
 #include <cpuid.h>
 #endif
 
+#include "runtime/amx.h"
+
 namespace hina {
 namespace {
 
@@ -23,6 +25,9 @@ constexpr IsaNeeds kIsas[kIsaCount] = {
     {"avx512_vnni", {"avx512_vnni"}},
     {"avx512_bf16", {"avx512_bf16"}},
 };
+
+// The word of HINA_ISA that is newer than all of them: AMX beside the preferred one.
+constexpr const char* kAmx = "amx";
 
 // Chosen unless HINA_ISA names a newer one. BF16 is not: where it was measured (Emerald Rapids), VDPBF16PS multiplies
 // at half the rate of FMA, and it rounds what the second projection reads.
@@ -96,9 +101,11 @@ CpuFeatures read_cpu() {
       {"amx_tile", l7.d, 24, tiles},  {"amx_bf16", l7.d, 22, tiles},   {"amx_int8", l7.d, 25, tiles},
   };
   for (const auto& f : table) {
-    if (!f.usable || !((f.reg >> f.bit) & 1)) continue;
-    cpu.names.emplace_back(f.name);
+    const bool has = (f.reg >> f.bit) & 1;
+    if (has && f.usable) cpu.names.emplace_back(f.name);
+    if (!has && cpu.amx_lacks.empty() && std::strncmp(f.name, "amx_", 4) == 0) cpu.amx_lacks = f.name;
   }
+  cpu.tiles = tiles;
   for (int i = 1; i < kIsaCount && lacks(cpu, kIsas[i]) == nullptr; ++i) cpu.newest = static_cast<Isa>(i);
   return cpu;
 }
@@ -118,6 +125,12 @@ const CpuFeatures& cpu_features() {
   return cpu;
 }
 
+std::string choice_text(const IsaChoice& choice) {
+  const std::string name = isa_name(choice.isa);
+  if (choice.amx) return name + " with amx because " + choice.reason + "; " + choice.amx_reason;
+  return name + " because " + choice.reason + "; no amx because " + choice.amx_reason;
+}
+
 IsaChoice choose_isa() {
   IsaChoice choice;
   const Isa newest = cpu_features().newest;
@@ -126,8 +139,18 @@ IsaChoice choose_isa() {
                       ? std::string("the CPU lacks ") + lacks(cpu_features(), kIsas[static_cast<int>(newest) + 1])
                       : std::string("it is the fastest measured; the CPU has ") + isa_name(newest);
   const char* cap = std::getenv("HINA_ISA");
-  if (cap == nullptr || *cap == '\0') return choice;
-  choice.cap = cap;
+  choice.cap = cap == nullptr ? "" : cap;
+  const bool capped = !choice.cap.empty() && choice.cap != kAmx;
+  choice.amx = !capped && amx_status().usable;
+  choice.amx_reason = capped ? "HINA_ISA=" + choice.cap + " caps the choice" : amx_status().reason;
+  if (choice.cap.empty()) return choice;
+  if (choice.cap == kAmx) {
+    choice.reason += " and HINA_ISA=amx allows it";
+    if (!choice.amx)
+      choice.error = "HINA_ISA is 'amx', but " + choice.amx_reason + ": unset HINA_ISA, or set it to " +
+                     isa_name(choice.isa) + " or an older one";
+    return choice;
+  }
   for (int i = 0; i < kIsaCount; ++i) {
     if (choice.cap != kIsas[i].name) continue;
     const Isa isa = static_cast<Isa>(i);
@@ -141,6 +164,7 @@ IsaChoice choose_isa() {
   }
   choice.error = "HINA_ISA is '" + choice.cap + "', expected one of:";
   for (const IsaNeeds& isa : kIsas) choice.error += std::string(" ") + isa.name;
+  choice.error += std::string(" ") + kAmx;
   return choice;
 }
 

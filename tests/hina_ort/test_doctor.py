@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import onnxruntime
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 import hina_ort
 from hina_ort import doctor, runtime
 from hina_ort.cli import app
+from tests.ops_cpp.amx.environment import NATIVE, amx_environment, needs_amx
 
 
 def test_json_has_everything() -> None:
@@ -36,6 +40,30 @@ def test_the_table_names_the_instruction_set_and_why() -> None:
     assert result.exit_code == 0
     assert f"{info['isa']}: {info['isa_reason']}" in result.stdout
     assert onnxruntime.__version__ in result.stdout
+
+
+@pytest.mark.parametrize("cap", ["", "avx2"])
+def test_amx_is_on_or_the_reason_is_told(cap: str) -> None:
+    environment = {"COLUMNS": "200", "HINA_ISA": cap}
+    cpu = json.loads(CliRunner().invoke(app, ["doctor", "--json"], env=environment).stdout)["cpu"]
+    assert cpu["amx"] == (NATIVE and not cap)
+    assert cpu["amx_reason"] == "HINA_ISA=avx2 caps the choice" if cap else cpu["amx_reason"]
+    row = f"{'on' if cpu['amx'] else 'off'}: {cpu['amx_reason']}"
+    table = CliRunner().invoke(app, ["doctor"], env=environment).stdout
+    assert any("AMX " in line and row in line for line in table.splitlines()), table
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("refused", "row"), [("", "on: AMX is emulated"), ("1", "off: the kernel refused permission for tiles")]
+)
+def test_amx_that_is_emulated_or_refused(refused: str, row: str) -> None:
+    environment = os.environ | amx_environment("emulated") | {"COLUMNS": "200"}
+    if refused:
+        environment["AMX_EMULATOR_REFUSE"] = refused
+    command = [sys.executable, "-c", "from hina_ort.cli import app; app()", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert row in done.stdout, done
 
 
 def test_a_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,14 +189,14 @@ def rss_anon() -> int:
 
 
 def outputs(folder: str) -> dict[str, Any]:
-    """Run the models of a folder on their inputs, write `NAME.out.npy`; says which ISA the library chose."""
+    """Run the models of a folder on their inputs, write `NAME.out.npy`; says what the library chose."""
     from hina_ort import cpu_info
 
     for path in sorted(Path(folder).glob("*.onnx")):
         session = harness.make_session(path, threads=2)
         feeds = {name: restored(value) for name, value in np.load(path.with_suffix(".npz")).items()}
         np.save(path.with_suffix(".out.npy"), harness.run(session, feeds)["output"])
-    return {"isa": cpu_info()["isa"]}
+    return {name: cpu_info()[name] for name in ("isa", "amx")}
 
 
 SCENARIOS: tuple[Callable[..., Any], ...] = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.ops_cpp.emulated import calls, data, programs, tables
+from tests.ops_cpp.emulated import calls, data, panels, programs, tables
 from tests.ops_cpp.emulated.calls import FLOATS
 from tests.ops_cpp.emulated.cpu import Cpu, EmulatedCpu, NativeCpu, Out
 from tests.ops_cpp.emulated.tables import Kernel, entries
@@ -339,6 +339,68 @@ def test_scores_have_the_bits_of_avx2(cpu: Cpu, cpus: Cpus, table: str) -> None:
                 for name in ("softmax", "sigmoid"):
                     got, want = (calls.score(getattr(one, name), logits) for one in (kernel, older))
                     assert_same(got, want, f"{name} of {kernel.name} n={n}")
+
+
+@pytest.mark.parametrize("table", avx512_tables("Scatter"))
+def test_scatter_rounds_the_product_and_the_sum(cpu: Cpu, table: str) -> None:
+    rng = np.random.default_rng(13)
+    for kernel in kernels(cpu, table):
+        for rows, n in [*itertools.product((0, 1, 15, 16, 17, 32, 45, 97), range(1, 17)), (31, 35)]:
+            values, sums = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, n), (n, rows)))
+            weights = rng.standard_normal(n).astype(np.float32)
+            want = sums + weights[:, None] * values.T
+            assert_same(calls.scatter(kernel, values, weights, sums), want, f"{kernel.name} rows={rows} n={n}")
+
+
+def check_panel(kernel: Kernel, got: np.ndarray, x: np.ndarray) -> None:
+    """The bits of the panel of `x [n, k]`, as the layout of the kernel's family says."""
+    n, k = x.shape
+    what = f"{kernel.name} n={n} k={k}"
+    if kernel.terms:
+        terms = panels.terms_in(got, n, kernel.terms)
+        assert_same(terms[..., :k], panels.bf16_terms(x, kernel.terms), what)
+        assert terms.shape[-1] % 32 == 0 and np.all(terms[..., k:] == 0), f"{what}: padding"
+        return
+    codes, factors = panels.int8_panel(x)
+    assert np.array_equal(got[: codes.size], codes), what
+    assert_same(got[codes.size :].view(np.float32), factors, what)
+
+
+@pytest.mark.parametrize("table", avx512_tables("Tile"))
+def test_panels_are_packed_as_their_layout_says(cpu: Cpu, table: str) -> None:
+    """Whole tokens, with weights and without, and rows of FC1's results in pieces, in any order."""
+    rng = np.random.default_rng(14)
+    for kernel in kernels(cpu, table):
+        if kernel.format > 1:  # all formats share their panels
+            continue
+        step = 16 if kernel.terms else panels.UNIT
+        for k, n in itertools.product(panels.SIZES, panels.TOKENS):
+            x = np.array(data.activations(rng, k))[rng.permutation(17)[:n]]
+            weights = rng.choice(np.array([0.7, -1.3, np.inf], np.float32), n)
+            with np.errstate(over="ignore", invalid="ignore"):
+                weighted = x * weights[:, None]
+            check_panel(kernel, calls.pack_tile(kernel, x, None, n % 4), x)
+            check_panel(kernel, calls.pack_tile(kernel, x, weights, k % 4), weighted)
+            cuts = [*sorted({*(step * rng.integers(0, 1 + k // step, 3)), 0}), k]
+            pieces = [piece for piece in itertools.pairwise(cuts) if piece[0] < piece[1]]
+            check_panel(kernel, calls.pack_tile_rows(kernel, x, rng.permutation(pieces).tolist()), x)
+
+
+@pytest.mark.parametrize("table", avx512_tables("Tile"))
+def test_four_bits_become_bytes(cpu: Cpu, table: str) -> None:
+    rng = np.random.default_rng(15)
+    for kernel in kernels(cpu, table):
+        form = calls.FORMATS[kernel.format]
+        assert (kernel.unpack is not None) == (form in ("int4", "mxfp4"))
+        for k, padded, centred in itertools.product(panels.SIZES, (False, True), (False, True)):
+            if kernel.unpack is None:
+                continue
+            rows = data.quantised_rows(rng, kernel, k, panels.UNIT, padded)
+            bits = np.array([row[: rows.row_bytes] for row in rows.values])
+            for n, gap in ((1, 0), (5, 32), (32, 0)):
+                stride = -(-k // panels.UNIT) * panels.UNIT + gap
+                got = calls.unpack_tile(kernel, rows.first(n), k, centred, stride)
+                assert np.array_equal(got, panels.unpacked(bits[:n], str(form), k, centred)), (kernel.name, k, centred)
 
 
 @pytest.mark.parametrize("table", avx512_tables("Peak"))

@@ -29,6 +29,10 @@ EXTENSIONS = {
 # What a file compiled with a flag is for: without it, the file is in the wrong place.
 PURPOSE = {"-mavx512vnni": r"vpdpbusd", "-mavx512bf16": r"vdpbf16ps"}
 
+# Instructions of AMX, and the only files that may have them. They need no flag, as kernels/tile/amx.h is assembly.
+TILES = re.compile(r"(ld|st)tilecfg|tile(release|zero|loadd(t1)?|stored)|tdp\w+")
+TILE_FILES = re.compile(r"kernels/(tile_\w+/avx(2|512)|peak/amx)\.cc|runtime/amx\.cc")
+
 MULTIPLY_ADD = re.compile(r"vfn?m(add|sub)\d*p[sd]|vpdp(busd|wssd)s?|vpmadd(ubsw|wd)|vdpbf16ps")
 
 
@@ -99,9 +103,17 @@ def leaks(path: Path) -> list[str]:
     return [f"{name} ({kind})" for name, kind in exported(path).items() if kind not in "DR" or name not in tables]
 
 
+def tile_instructions(path: Path) -> list[str]:
+    return [instruction.text for instruction in instructions(path) if TILES.fullmatch(instruction.mnemonic)]
+
+
 def vector_instructions(path: Path) -> list[str]:
-    """Instructions that the oldest x86-64 CPUs lack, as far as their encoding tells."""
-    return [instruction.text for instruction in instructions(path) if instruction.encoding != "legacy"]
+    """Instructions that the oldest x86-64 CPUs lack, as far as their encoding tells, but for those of AMX."""
+    return [
+        instruction.text
+        for instruction in instructions(path)
+        if instruction.encoding != "legacy" and not TILES.fullmatch(instruction.mnemonic)
+    ]
 
 
 def beyond(path: Path, flags: tuple[str, ...]) -> list[str]:
@@ -165,6 +177,11 @@ def test_flags_say_which_files_have_vector_instructions() -> None:
         assert bool(made.flags) == bool(vector_instructions(made.path)), made.name
 
 
+def test_only_files_of_amx_have_tile_instructions() -> None:
+    for made in release_objects():
+        assert bool(tile_instructions(made.path)) == bool(TILE_FILES.fullmatch(made.name)), made.name
+
+
 def test_instructions_are_those_of_the_flags(vector_object: Object) -> None:
     assert not beyond(vector_object.path, vector_object.flags)
     mnemonics = {one.mnemonic for one in instructions(vector_object.path)}
@@ -176,6 +193,8 @@ def test_instructions_are_those_of_the_flags(vector_object: Object) -> None:
 
 
 def test_hot_loops_keep_to_their_registers(vector_object: Object) -> None:
+    if re.fullmatch(r"kernels/tile_\w+/avx2\.cc", vector_object.name):
+        pytest.skip("for CPUs without AVX-512 there is AMX in the emulator only, whatever its speed")
     parking = {one.function: one for one in PARKING if one.made == vector_object.name}
     needed: dict[str, set[str]] = {name: set() for name in parking}
     bodies = functions(vector_object.path)
@@ -264,3 +283,10 @@ def test_a_stray_instruction_is_found(tmp_path: Path) -> None:
     plain = ("-mavx512f",)
     assert {line.split()[0] for line in beyond(compiled(tmp_path, dot), plain)} == {"vpdpbusd", "vdpbf16ps"}
     assert not beyond(compiled(tmp_path, dot), (*plain, "-mavx512vnni", "-mavx512bf16"))
+    tiles = [
+        *("ldtilecfg (%rdi)", "sttilecfg (%rdi)", "tilerelease", "tilezero %tmm1", "tileloadd (%rdi,%rsi,1),%tmm1"),
+        *("tileloaddt1 (%rdi,%rsi,1),%tmm1", "tilestored %tmm1,(%rdi,%rsi,1)", "tdpbf16ps %tmm3,%tmm2,%tmm1"),
+        *(f"tdpb{signs}d %tmm3,%tmm2,%tmm1" for signs in ("ss", "su", "us", "uu")),
+    ]
+    stray = compiled(tmp_path, "void f() {" + "".join(f'__asm__ volatile("{one}");' for one in tiles) + "}")
+    assert tile_instructions(stray) == tiles and not vector_instructions(stray)

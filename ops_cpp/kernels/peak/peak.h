@@ -26,5 +26,6 @@ extern const PeakKernel kPeakAvx2[3];
 extern const PeakKernel kPeakAvx512[3];
 extern const PeakKernel kPeakAvx512Vnni[1];
 extern const PeakKernel kPeakAvx512Bf16[1];
+extern const PeakKernel kPeakAmx[2];  // where AMX is usable, besides
 
 }  // namespace hina

@@ -1,11 +1,10 @@
 // qdot, portable C++: the reference of the family. Tokens: scales [units], sums [units], codes [units * unit], as they
 // come. A panel is the rows' codes as bytes, with their scales and zero points; `few` makes one on the stack, unit by
 // unit.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
-#include "kernels/convert/scalar.h"
 #include "kernels/qdot/codes.h"
 #include "kernels/tables.h"
 
@@ -32,25 +31,12 @@ int64_t token_bytes(int64_t k, int unit) { return round64(units_of(k, unit) * (8
 void quantise(const float* x, int64_t from, int64_t to, int64_t k, int unit, void* token) {
   const Token out(token, k, unit);
   for (int64_t begin = from; begin < to; begin += unit) {
-    const int n = static_cast<int>(to - begin < unit ? to - begin : unit);
-    const auto value = [&](int i) { return load<DataType::kFloat32>(x, begin - from + i); };
-    float amax = 0.0f;
-    bool finite = true;
-    for (int i = 0; i < n; ++i) {
-      finite &= std::isfinite(value(i));
-      amax = std::fmax(amax, std::fabs(value(i)));
-    }
+    const TokenUnit unit_of_x =
+        quantise_unit(x + (begin - from), static_cast<int>(std::min<int64_t>(to - begin, unit)));
     const int64_t u = begin / unit;
-    const bool used = finite && amax >= 0x1p-100f;
-    const float inverse = used ? 127.0f / amax : 0.0f;
-    int sum = 0;
-    for (int i = 0; i < unit; ++i) {
-      const int code = used && i < n ? static_cast<int>(std::nearbyint(value(i) * inverse)) : 0;
-      out.codes[u * unit + i] = static_cast<int8_t>(code);
-      sum += code;
-    }
-    out.scales[u] = !finite ? std::numeric_limits<float>::quiet_NaN() : used ? amax / 127.0f : 0.0f;
-    out.sums[u] = static_cast<float>(sum);
+    std::memcpy(out.codes + u * unit, unit_of_x.codes, static_cast<size_t>(unit));
+    out.scales[u] = unit_of_x.scale;
+    out.sums[u] = unit_of_x.sum;
   }
 }
 

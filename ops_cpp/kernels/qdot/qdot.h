@@ -35,6 +35,7 @@ namespace hina {
 constexpr int kMaxQRows = 32;     // rows of a block for pack
 constexpr int kMaxFewRows = 128;  // and for few
 constexpr int kUnit = 32;
+constexpr int kShortUnit = 16;
 constexpr int kFactorPad = 4;
 
 // The value codes of E2M1: twice the value, plus 12.

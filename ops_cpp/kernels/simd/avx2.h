@@ -8,11 +8,19 @@
 //   Mask                         a truth value for each lane: greater, equal (false with NaN); both, either; bits: lane
 //                                i is bit i; choose: a where it is true, else b
 //   Counts                       a whole number for each lane: count adds 1 where a Mask is true; under; store
+//   absolute                     |v|
+//   quads                        whole numbers of four vectors as int8: those of lane i are the bytes of dword i
+//   spread, choose_bytes         2 kLanes bytes in memory, or fewer, as the four-bit codes in them, one in each byte;
+//   for
+//                                each byte a code, one of sixteen bytes
 //   kBytes<type>                 of kLanes values of a type in memory
 //   widen<type>, narrow<type>    kLanes values of a type, or the first ones with a Tail, to and from float32
+//   to_bfloat                    rounded to bfloat16, ties to even
+//   upper_halves, upper_pairs    halves of lanes as other lanes: those of `a`, then those of `b`; or of both in turn
 //   Table, nibbles, look_up      sixteen floats, chosen by four bits
 //   sum_rows<n>                  the sum of the lanes of each of n accumulators
 //   max_lanes                    the largest lane of a vector without NaN
+//   transpose                    of kLanes vectors: lane i of v[j] and lane j of v[i] change places
 //
 // An instruction set has one order of addition in sum_rows, whatever n: the upper half of the lanes is added to the
 // lower one until four are left, then (0 + 1) + (2 + 3).
@@ -144,6 +152,19 @@ HINA_INLINE Floats widen(const void* at, Tail tail) {
   return widen<type>(part);
 }
 
+// Rounded to bfloat16, in the upper half of each lane; the lower half is not cleared.
+HINA_INLINE __m256i bfloat_bits(Floats value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+HINA_INLINE Floats to_bfloat(Floats value) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bfloat_bits(value), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
 template <DataType type>
 HINA_INLINE void narrow(Floats value, void* at) {
   if constexpr (type == DataType::kFloat32) {
@@ -151,12 +172,7 @@ HINA_INLINE void narrow(Floats value, void* at) {
   } else if constexpr (type == DataType::kFloat16) {
     _mm_storeu_si128(static_cast<__m128i*>(at), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   } else {
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    const __m256i upper = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    const __m256i upper = _mm256_srli_epi32(bfloat_bits(value), 16);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
     _mm_storeu_si128(static_cast<__m128i*>(at), _mm256_castsi256_si128(packed));
   }
@@ -168,6 +184,16 @@ HINA_INLINE void narrow(Floats value, void* at, Tail tail) {
   alignas(16) char part[16];
   narrow<type>(value, part);
   std::memcpy(at, part, static_cast<size_t>(tail.left) * 2);
+}
+
+HINA_INLINE Floats upper_halves(Floats a, Floats b) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a), 16);
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(b), 16);
+  return _mm256_castsi256_ps(_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+}
+HINA_INLINE Floats upper_pairs(Floats even, Floats odd) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
+  return _mm256_castsi256_ps(_mm256_blend_epi16(low, _mm256_castps_si256(odd), 0xaa));
 }
 
 struct Table {
@@ -201,11 +227,56 @@ HINA_INLINE void sum_rows(const Floats* acc, int64_t stride, float* out) {
   }
 }
 
+HINA_INLINE void transpose(Floats* v) {
+  const auto swap_pairs = [](Floats a, Floats b, bool high) HINA_INLINE_LAMBDA {
+    const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+    return _mm256_castpd_ps(high ? _mm256_unpackhi_pd(x, y) : _mm256_unpacklo_pd(x, y));
+  };
+  Floats quads[8];  // [4 i + c]: of rows 4 i to 4 i + 3, the columns c and c + 4
+  HINA_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    const Floats low = _mm256_unpacklo_ps(v[i], v[i + 1]), low2 = _mm256_unpacklo_ps(v[i + 2], v[i + 3]);
+    const Floats high = _mm256_unpackhi_ps(v[i], v[i + 1]), high2 = _mm256_unpackhi_ps(v[i + 2], v[i + 3]);
+    quads[i] = swap_pairs(low, low2, false), quads[i + 1] = swap_pairs(low, low2, true);
+    quads[i + 2] = swap_pairs(high, high2, false), quads[i + 3] = swap_pairs(high, high2, true);
+  }
+  HINA_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    v[c] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x20);
+    v[4 + c] = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x31);
+  }
+}
+
 HINA_INLINE float max_lanes(Floats v) {
   __m128 most = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   most = _mm_max_ps(most, _mm_movehl_ps(most, most));
   return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
+
+HINA_INLINE Floats absolute(Floats v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
+HINA_INLINE void store(int32_t* at, Counts n, Tail tail) { _mm256_maskstore_epi32(at, tail.mask, n); }
+
+HINA_INLINE Counts quads(Floats a, Floats b, Floats c, Floats d) {
+  const __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+  const __m256i cd = _mm256_packs_epi32(_mm256_cvtps_epi32(c), _mm256_cvtps_epi32(d));
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm256_shuffle_epi8(_mm256_packs_epi16(ab, cd), _mm256_broadcastsi128_si256(order));
+}
+
+HINA_INLINE __m256i spread(const void* at) {
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+  return _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15));
+}
+HINA_INLINE __m256i spread(const void* at, int64_t bytes) {
+  alignas(16) char part[16] = {};
+  std::memcpy(part, at, static_cast<size_t>(bytes));
+  return spread(part);
+}
+HINA_INLINE __m256i choose_bytes(const int8_t* table, __m256i codes) {
+  const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), codes);
+}
+HINA_INLINE void store(char* at, __m256i bytes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bytes); }
 
 }  // namespace simd
 }  // namespace

@@ -126,15 +126,22 @@ HINA_INLINE Floats widen(const void* at, Tail tail) {
     return of_bytes<type>(_mm_maskz_loadu_epi8(tail.mask, at));
 }
 
-template <DataType type>
-HINA_INLINE __m256i words_of(Floats value) {
-  if constexpr (type == DataType::kFloat16) return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+// Rounded to bfloat16, in the upper half of each lane; the lower half is not cleared.
+HINA_INLINE __m512i bfloat_bits(Floats value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  const __m512i result = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16));
+  return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+}
+HINA_INLINE Floats to_bfloat(Floats value) {
+  return _mm512_castsi512_ps(_mm512_and_si512(bfloat_bits(value), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+template <DataType type>
+HINA_INLINE __m256i words_of(Floats value) {
+  if constexpr (type == DataType::kFloat16) return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bfloat_bits(value), 16));
 }
 
 template <DataType type>
@@ -151,6 +158,16 @@ HINA_INLINE void narrow(Floats value, void* at, Tail tail) {
     store(static_cast<float*>(at), value, tail);
   else
     _mm256_mask_storeu_epi16(at, tail.mask, words_of<type>(value));
+}
+
+HINA_INLINE Floats upper_halves(Floats a, Floats b) {
+  const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16));
+  const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(b), 16));
+  return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+HINA_INLINE Floats upper_pairs(Floats even, Floats odd) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+  return _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd)));
 }
 
 struct Table {
@@ -197,7 +214,55 @@ HINA_INLINE void sum_rows(const Floats* acc, int64_t stride, float* out) {
   }
 }
 
+HINA_INLINE void transpose(Floats* v) {
+  const auto swap_pairs = [](Floats a, Floats b, bool high) HINA_INLINE_LAMBDA {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+  };
+  Floats quads[16];  // [4 i + c]: of rows 4 i to 4 i + 3, the columns c, c + 4, c + 8 and c + 12
+  HINA_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    const Floats low = _mm512_unpacklo_ps(v[i], v[i + 1]), low2 = _mm512_unpacklo_ps(v[i + 2], v[i + 3]);
+    const Floats high = _mm512_unpackhi_ps(v[i], v[i + 1]), high2 = _mm512_unpackhi_ps(v[i + 2], v[i + 3]);
+    quads[i] = swap_pairs(low, low2, false), quads[i + 1] = swap_pairs(low, low2, true);
+    quads[i + 2] = swap_pairs(high, high2, false), quads[i + 3] = swap_pairs(high, high2, true);
+  }
+  HINA_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const Floats even = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);
+    const Floats odd = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xdd);
+    const Floats even2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x88);
+    const Floats odd2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xdd);
+    v[c] = _mm512_shuffle_f32x4(even, even2, 0x88), v[4 + c] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
+    v[8 + c] = _mm512_shuffle_f32x4(even, even2, 0xdd), v[12 + c] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+  }
+}
+
 HINA_INLINE float max_lanes(Floats v) { return _mm512_reduce_max_ps(v); }
+
+HINA_INLINE Floats absolute(Floats v) { return _mm512_abs_ps(v); }
+HINA_INLINE void store(int32_t* at, Counts n, Tail tail) { _mm512_mask_storeu_epi32(at, tail.mask, n); }
+
+HINA_INLINE Counts quads(Floats a, Floats b, Floats c, Floats d) {
+  const __m512i ab = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+  const __m512i cd = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_shuffle_epi8(_mm512_packs_epi16(ab, cd), _mm512_broadcast_i32x4(order));
+}
+
+HINA_INLINE __m512i spread(__m256i bytes) {
+  const __m512i words = _mm512_cvtepu8_epi16(bytes);
+  return _mm512_and_si512(_mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
+}
+HINA_INLINE __m512i spread(const void* at) { return spread(_mm256_loadu_si256(static_cast<const __m256i*>(at))); }
+HINA_INLINE __m512i spread(const void* at, int64_t bytes) {
+  return spread(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << bytes) - 1), at));
+}
+HINA_INLINE __m512i choose_bytes(const int8_t* table, __m512i codes) {
+  const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), codes);
+}
+HINA_INLINE void store(char* at, __m512i bytes) { _mm512_storeu_si512(at, bytes); }
 
 }  // namespace simd
 }  // namespace

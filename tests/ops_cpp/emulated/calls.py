@@ -148,3 +148,36 @@ def top_k(kernel: Kernel, scores: np.ndarray, k: int, ties_to_highest: bool) -> 
     out = Out(np.full(k, -1, np.int32))
     kernel.top_k(scores, scores.size, k, int(ties_to_highest), out)
     return out.array.tolist()
+
+
+def scatter(kernel: Kernel, values: np.ndarray, weights: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """`sums [n, rows]` with those of `values [rows, n]` times `weights [n]` added, float32."""
+    out = [Out(row.copy()) for row in sums]
+    kernel.fn(values, *values.shape, weights, out)
+    return np.array([row.array for row in out])
+
+
+def pack_tile(kernel: Kernel, x: np.ndarray, weights: np.ndarray | None, shift: int) -> np.ndarray:
+    """The panel of tokens `x [n, k]`, each of which ends `shift` bytes before a page."""
+    n, k = x.shape
+    panel = Out(np.full(kernel.panel_bytes(k, n), 0xFF, np.uint8))
+    kernel.pack([shifted(token, shift) for token in x], 0 if weights is None else weights, n, k, panel)
+    return panel.array
+
+
+def pack_tile_rows(kernel: Kernel, x: np.ndarray, pieces: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The same panel, written in pieces from .. to of `k`."""
+    n, k = x.shape
+    panel = Out(np.full(kernel.panel_bytes(k, n), 0xFF, np.uint8))
+    for begin, end in pieces:
+        kernel.pack_rows(np.ascontiguousarray(x[:, begin:end].T), end - begin, n, begin, k, panel)
+    return panel.array
+
+
+def unpack_tile(kernel: Kernel, rows: QuantisedRows, k: int, centred: bool, stride: int) -> np.ndarray:
+    """[n, k] int8 of four-bit rows; bytes of the result lie `stride` apart."""
+    n = len(rows.values)
+    out = Out(np.full(-(-n * stride // 64) * 64, 0x77, np.uint8))  # begins at a multiple of 64 wherever it ends
+    kernel.unpack(rows.values, n, rows.row_bytes, k, int(centred), out, stride)
+    assert np.all(out.array[n * stride :] == 0x77), "bytes behind the rows were written"
+    return out.array[: n * stride].reshape(n, stride)[:, :k].view(np.int8)

@@ -21,6 +21,9 @@ FAMILIES = {
     "Convert": "name:u8 isa:i4 type:i4 widen:u8 narrow:u8",
     "Activation": "name:u8 isa:i4 activation:i4 fn:u8",
     "Route": "name:u8 isa:i4 softmax:u8 sigmoid:u8 top_k:u8",
+    "Scatter": "name:u8 isa:i4 fn:u8",
+    "Tile": "name:u8 isa:i4 format:i4 terms:i4 from_tokens:i4 panel_bytes:u8 pack:u8 pack_rows:u8 unpack:u8 "
+    "multiply:u8",
     "Peak": "name:u8 isa:i4 type:i4 multiply_adds:i8 sum:u8",
 }
 

@@ -3,6 +3,7 @@
 // sanitizers).
 #include "moe/forward.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -13,6 +14,7 @@
 
 #include "check.h"
 #include "kernels/convert/scalar.h"
+#include "runtime/amx.h"
 #include "runtime/isa.h"
 
 using namespace hina;
@@ -74,8 +76,9 @@ struct Buffers {
     return m;
   }
 
-  Matrix matrix(int64_t rows, int64_t cols) {
-    const DataType type = static_cast<DataType>(pick(0, 2));
+  Matrix matrix(int64_t rows, int64_t cols) { return matrix(rows, cols, static_cast<DataType>(pick(0, 2))); }
+
+  Matrix matrix(int64_t rows, int64_t cols, DataType type) {
     return {filled(rows * cols, type, 1.0f / std::sqrt(static_cast<float>(cols))),
             cols * (type == DataType::kFloat32 ? 4 : 2), type};
   }
@@ -92,9 +95,11 @@ struct Storage {
   WeightFormat format = static_cast<WeightFormat>(std::max<int64_t>(0, pick(-2, kWeightFormatCount - 1)));
   int64_t block = format == WeightFormat::kMxfp4 ? 32 : pick(0, 1) ? 32 : pick(0, 1) ? 0 : 16 << pick(0, 4);
   bool zero_points = pick(0, 1);
+  DataType type = static_cast<DataType>(pick(0, 2));  // of plain weights; sometimes each expert has its own
 
   Matrix make(Buffers& buffers, int64_t rows, int64_t cols) const {
-    if (format == WeightFormat::kFloat) return buffers.matrix(rows, cols);
+    if (format == WeightFormat::kFloat && pick(0, 99) == 0) return buffers.matrix(rows, cols);
+    if (format == WeightFormat::kFloat) return buffers.matrix(rows, cols, type);
     return buffers.quantised(rows, cols, format, block, zero_points);
   }
 };
@@ -162,7 +167,8 @@ Params random_layer(Buffers& buffers) {
   p.router.bias = bias(p.num_experts);
   p.router.correction = bias(p.num_experts);
   p.int8_activations = pick(0, 1);
-  const ExpertStorage storage;
+  ExpertStorage storage;
+  if (pick(0, 1)) storage.up.type = storage.gate.type = storage.down.type = DataType::kBFloat16;
   for (int64_t e = 0; e < p.num_experts; ++e)
     p.experts.push_back(storage.make(buffers, p.hidden_size, p.intermediate_size, p.gated));
   if (pick(0, 2) == 0) {
@@ -189,11 +195,11 @@ void parallel_for(void* self, void (*fn)(void*, size_t), size_t total, void* dat
   for (std::thread& thread : threads) thread.join();
 }
 
-std::string run(const Params& p, Call call, int threads, std::vector<std::byte>& output, std::vector<int64_t>& counts) {
+std::string run(const Params& p, const KernelSet& kernels, Call call, int threads, std::vector<std::byte>& output,
+                std::vector<int64_t>& counts) {
   constexpr int kWorkers = 8;
   call.output = output.data();
   call.tokens_per_expert = counts.data();
-  const KernelSet kernels = select_kernels(choose_isa().isa);
   const int64_t bytes = workspace_bytes(p, kernels, call, kWorkers);
   CHECK(bytes >= 0, "workspace");
   std::unique_ptr<void, void (*)(void*)> workspace(
@@ -203,7 +209,21 @@ std::string run(const Params& p, Call call, int threads, std::vector<std::byte>&
   return forward(p, kernels, call, workspace.get(), kWorkers, {&pool, parallel_for});
 }
 
-void test_layer(int round) {
+// Kernels of this CPU with those of tiles: portable ones or, where AMX can be used, those of AMX. Those of bfloat16 are
+// used for any number of tokens, or results would depend on the batch.
+KernelSet with_tiles() {
+  KernelSet kernels = select_kernels(choose_isa().isa, amx_status().usable);
+  if (!kernels.amx || pick(0, 1)) {
+    const KernelSet portable = select_kernels(Isa::kPortable, true);
+    std::copy_n(portable.tile_bf16, kTileTerms, kernels.tile_bf16);
+    std::copy_n(portable.tile_int8, kWeightFormatCount, kernels.tile_int8);
+  }
+  for (TileKernel& kernel : kernels.tile_bf16) kernel.from_tokens = 1;
+  kernels.tiles_round_weights = pick(0, 1);
+  return kernels;
+}
+
+void test_layer(int round, KernelSet kernels) {
   Buffers buffers;
   const Params p = random_layer(buffers);
   Call call;
@@ -219,7 +239,7 @@ void test_layer(int round) {
 
   std::vector<std::byte> first(static_cast<size_t>(call.tokens * row));
   std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
-  CHECK(run(p, call, 1, first, counts).empty(), "round %d", round);
+  CHECK(run(p, kernels, call, 1, first, counts).empty(), "round %d", round);
   int64_t total = 0;
   for (const int64_t c : counts) total += c;
   CHECK(total == call.tokens * p.top_k, "round %d: counts add up to %ld", round, (long)total);
@@ -233,7 +253,7 @@ void test_layer(int round) {
   for (const int threads : {2, 4}) {
     std::vector<std::byte> again(first.size());
     std::vector<int64_t> again_counts(counts.size());
-    CHECK(run(p, call, threads, again, again_counts).empty(), "round %d", round);
+    CHECK(run(p, kernels, call, threads, again, again_counts).empty(), "round %d", round);
     CHECK(again == first && again_counts == counts, "round %d: %d threads change the result", round, threads);
   }
   Params apart = p;  // each of gate and up by itself
@@ -241,14 +261,14 @@ void test_layer(int round) {
   apart.shared.gate_up = {};
   std::vector<std::byte> same(first.size());
   std::vector<int64_t> same_counts(counts.size());
-  CHECK(run(apart, call, 2, same, same_counts).empty(), "round %d", round);
+  CHECK(run(apart, kernels, call, 2, same, same_counts).empty(), "round %d", round);
   CHECK(same == first, "round %d: gate and up rows read in turns change the result", round);
   if (call.tokens == 0) return;
   Call pieces = call;  // in several pieces, the last one shorter
   pieces.tokens_at_once = pick(1, call.tokens);
   std::vector<std::byte> again(first.size());
   std::vector<int64_t> again_counts(counts.size());
-  CHECK(run(p, pieces, 2, again, again_counts).empty(), "round %d", round);
+  CHECK(run(p, kernels, pieces, 2, again, again_counts).empty(), "round %d", round);
   CHECK(again == first && again_counts == counts, "round %d: pieces of %ld tokens change the result", round,
         (long)pieces.tokens_at_once);
   const int64_t t = pick(0, call.tokens - 1);  // one token alone
@@ -259,12 +279,41 @@ void test_layer(int round) {
   alone.topk_ids = ids.data() + t * p.top_k;
   alone.topk_weights = static_cast<const std::byte*>(call.topk_weights) + t * p.top_k * 4;
   std::vector<std::byte> one(static_cast<size_t>(row));
-  CHECK(run(p, alone, 2, one, counts).empty(), "round %d", round);
+  CHECK(run(p, kernels, alone, 2, one, counts).empty(), "round %d", round);
   CHECK(std::memcmp(one.data(), first.data() + t * row, static_cast<size_t>(row)) == 0,
         "round %d: token %ld depends on its batch", round, (long)t);
 }
 
+// Where all products are of int8 codes, tiles give the bits that vectors give, from whatever number of tokens on they
+// are used.
+void test_int8_tiles(int round) {
+  Buffers buffers;
+  Params p = random_layer(buffers);
+  while (!p.experts[0].up.quantised() || !p.experts[0].down.quantised()) p = random_layer(buffers);
+  p.int8_activations = true;
+  Call call;
+  call.tokens = pick(1, 150);
+  call.type = static_cast<DataType>(pick(0, 2));
+  const KernelSet vectors = select_kernels(choose_isa().isa);
+  KernelSet kernels = with_tiles();
+  std::copy_n(vectors.tile_bf16, kTileTerms, kernels.tile_bf16);
+  for (TileKernel& kernel : kernels.tile_int8) kernel.from_tokens = static_cast<int>(pick(0, 1) ? 1 : pick(2, 20));
+  call.hidden_states = buffers.filled(call.tokens * p.hidden_size, call.type);
+  call.router_logits = buffers.filled(call.tokens * p.num_experts, DataType::kFloat32);
+  call.topk_weights = buffers.filled(call.tokens * p.top_k, DataType::kFloat32);
+  std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k));
+  for (int64_t& id : ids) id = pick(0, p.num_experts - 1);
+  call.topk_ids = ids.data();
+  const size_t bytes = static_cast<size_t>(call.tokens * p.hidden_size * (call.type == DataType::kFloat32 ? 4 : 2));
+  std::vector<std::byte> by_vectors(bytes), in_tiles(bytes);
+  std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
+  CHECK(run(p, vectors, call, 2, by_vectors, counts).empty(), "round %d", round);
+  CHECK(run(p, kernels, call, 2, in_tiles, counts).empty(), "round %d", round);
+  CHECK(in_tiles == by_vectors, "round %d: tiles change the result", round);
+}
+
 void test_bad_ids() {
+  const KernelSet kernels = select_kernels(choose_isa().isa);
   Buffers buffers;
   Params p = random_layer(buffers);
   p.router.input = RouterInput::kTopK;
@@ -279,7 +328,7 @@ void test_bad_ids() {
     call.tokens_at_once = pick(0, 1) ? 0 : 2;
     std::vector<std::byte> output(static_cast<size_t>(call.tokens * p.hidden_size * 4));
     std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
-    const std::string error = run(p, call, 2, output, counts);
+    const std::string error = run(p, kernels, call, 2, output, counts);
     CHECK(error.find(std::to_string(bad)) != std::string::npos, "%s", error.c_str());
     CHECK(error.find("position " + std::to_string(ids.size() - 1)) != std::string::npos, "%s", error.c_str());
   }
@@ -287,6 +336,7 @@ void test_bad_ids() {
 
 // Random bits as logits, NaN and infinities among them, must not lead anything astray.
 void test_any_logits() {
+  const KernelSet kernels = with_tiles();
   for (int round = 0; round < 100; ++round) {
     Buffers buffers;
     Params p = random_layer(buffers);
@@ -302,7 +352,7 @@ void test_any_logits() {
     call.router_logits = logits.data();
     std::vector<std::byte> output(static_cast<size_t>(call.tokens * p.hidden_size * 4));
     std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
-    CHECK(run(p, call, 2, output, counts).empty(), "round %d", round);
+    CHECK(run(p, kernels, call, 2, output, counts).empty(), "round %d", round);
   }
 }
 
@@ -310,7 +360,10 @@ void test_any_logits() {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
-  for (int round = 0; round < rounds; ++round) test_layer(round);
+  for (int round = 0; round < rounds; ++round) {
+    test_layer(round, pick(0, 1) ? with_tiles() : select_kernels(choose_isa().isa));
+    test_int8_tiles(round);
+  }
   test_bad_ids();
   test_any_logits();
   std::printf("forward: passed, %d layers, isa %s\n", rounds, isa_name(choose_isa().isa));
