@@ -51,7 +51,7 @@ format: $(DEV)/.installed ## let ruff and clang-format rewrite the sources
 	$(DEV)/bin/ruff format .
 	$(DEV)/bin/clang-format -i $(CXX_SOURCES)
 
-bench: library ## time layers of well-known models against other runtimes and write docs/performance.md (half an hour)
+bench: library ## time layers of well-known models against other runtimes and write docs/performance.md (forty minutes)
 	$(DEV)/bin/python -m docs.generate_performance
 
 wheel: $(DEV)/.installed ## build the wheel into dist/

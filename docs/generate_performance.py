@@ -67,9 +67,10 @@ RUNS = (
     *(Run(shape, "bf16", "1,16,256", "vllm", hidden=True) for shape in OTHERS),
     *(Run("mixtral-8x7b", weights, "1,16,64", "ort", hidden=True) for weights in ("int8", "f32")),
     Run("mixtral-8x7b", "bf16", "1,16,64", "vllm", hidden=True),
-    Run(QWEN, "int4", peers="ort,vllm"),
-    *(Run(QWEN, weights, peers="ort") for weights in ("int8", "f32", "mxfp4")),
-    Run(QWEN, "bf16", peers="vllm"),
+    Run(QWEN, "int4", peers="ort,vllm,vectors"),
+    *(Run(QWEN, weights, peers="ort,vectors") for weights in ("int8", "mxfp4")),
+    Run(QWEN, "f32", peers="ort"),
+    Run(QWEN, "bf16", peers="vllm,vectors"),
 )
 
 
@@ -133,7 +134,6 @@ def _table(run: Run, result: dict[str, Any]) -> str:
     """A table with a row for each token count: HinaMoE's figures, then the ratios of the peers."""
     peers = [engine for engine in result["engines"] if engine["name"] != "hina"]
     int8 = result["accuracy_level"] == 4
-    peak = "int8_ops" if int8 else "float32_flops"
     machine = result["machine"]
     kind = result["weights"] if result["block"] is None else f"{result['weights']}, blocks of {result['block']}"
     lines = [
@@ -150,11 +150,20 @@ def _table(run: Run, result: dict[str, Any]) -> str:
         lines.append(_row([str(cell["tokens"]), *figures, f"{own['limit_share']:.0%}", by, *ratios]))
     lines += [
         "",
-        f"Limits: {machine['read_bytes_per_second'] / 1e9:.1f} GB/s, {machine[peak] / 1e9:.0f} "
-        f"{'GOP/s int8' if int8 else 'GFLOP/s float32'}. {result['layers']} layers of "
+        f"Limits: {machine['read_bytes_per_second'] / 1e9:.1f} GB/s, {_peaks(result)}. {result['layers']} layers of "
         f"{result['layer_bytes'] / 2**20:.0f} MiB. {_notes(result)}".rstrip(),
     ]
     return "\n".join(lines)
+
+
+def _peaks(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    if result["accuracy_level"] == 4:
+        return f"{machine['int8_ops'] / 1e9:.0f} GOP/s int8"
+    text = f"{machine['float32_flops'] / 1e9:.0f} GFLOP/s float32"
+    if result["weights"] != "bf16" or machine["bfloat16_flops"] is None:
+        return text
+    return f"{text}, {machine['bfloat16_flops'] / 1e9:.0f} GFLOP/s bfloat16 (half for activations of float32)"
 
 
 def _notes(result: dict[str, Any]) -> str:

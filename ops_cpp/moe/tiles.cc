@@ -48,7 +48,10 @@ void Layer::fc1_in_tiles(int64_t group, const ExpertTiles& tiles, int64_t first,
   const Expert& expert = expert_of(group);
   const bool gated = kind_of(group).gated;
   const int64_t k = p_.hidden_size, begin = w_.plan.first[group], end = w_.plan.first[group + 1];
-  const int64_t step = tile_rows_at_once(*tiles.first, end - begin, gated ? kFc1TileRows : kFc2TileRows);
+  // As many rows as both kernels take: those of int8 pack whole units.
+  const int most = gated ? kFc1TileRows : kFc2TileRows;
+  const int64_t step =
+      std::min(tile_rows_at_once(*tiles.first, end - begin, most), tile_rows_at_once(*tiles.down, end - begin, most));
   w_.packs_left[group].wait();
   for (int64_t row = first; row < last; row += step) {
     const int64_t rows = std::min(step, last - row);

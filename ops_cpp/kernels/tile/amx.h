@@ -26,6 +26,12 @@ struct alignas(64) Config {
 };
 static_assert(sizeof(Config) == 64);
 
+// Tiles are named by constants: what tells a lambda which one.
+template <int i>
+struct Constant {
+  static constexpr int value = i;
+};
+
 HINA_INLINE void configure(const Config& config) { __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory"); }
 // What the thread has; all zeros where it has none.
 HINA_INLINE void store_configuration(Config& config) { __asm__ volatile("sttilecfg %0" : "=m"(config) : : "memory"); }

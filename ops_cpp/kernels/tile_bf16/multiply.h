@@ -28,10 +28,8 @@ namespace {
 constexpr int kMostPanels = 5;  // at a time
 constexpr int kRowTile = kMostPanels, kTokenTile = kRowTile + 1, kLastTokenTile = kTokenTile + 1;
 
-template <int i>
-struct Constant {
-  static constexpr int value = i;
-};
+using amx::Constant;
+
 // f(Constant<0>), f(Constant<1>) .. : tiles are named by constants.
 template <int n, int i = 0, typename F>
 HINA_INLINE void unroll(F f) {

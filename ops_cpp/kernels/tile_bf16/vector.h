@@ -4,7 +4,7 @@
 // terms 2.2.
 #pragma once
 
-#include "kernels/simd/macros.h"
+#include "kernels/simd/first.h"
 #include "kernels/tile_bf16/layout.h"
 #include "kernels/tile_bf16/multiply.h"
 
@@ -13,27 +13,13 @@ namespace {
 
 using simd::Floats;
 using simd::kLanes;
+using simd::load_first;
+using simd::store_first;
 
 // Where group g of token 0 has one of its terms.
 template <int terms>
 HINA_INLINE float* place(void* panel, int64_t g, int term, int n) {
   return static_cast<float*>(panel) + ((g / kStepGroups * terms + term) * kStepGroups + g % kStepGroups) * n;
-}
-
-// The first `n` values at `at`, with zeros behind them.
-HINA_INLINE Floats load_first(const float* at, int64_t n) {
-  return n >= kLanes ? simd::load(at) : n > 0 ? simd::load(at, simd::Tail(n)) : simd::zero();
-}
-// The same, multiplied: zeros stay zeros where the weight is infinite.
-HINA_INLINE Floats load_first(const float* at, int64_t n, Floats weight) {
-  if (n >= kLanes) return simd::load(at) * weight;
-  return n > 0 ? simd::keep(simd::load(at, simd::Tail(n)) * weight, simd::Tail(n)) : simd::zero();
-}
-HINA_INLINE void store_first(float* at, Floats v, int64_t n) {
-  if (n >= kLanes)
-    simd::store(at, v);
-  else
-    simd::store(at, v, simd::Tail(n));
 }
 
 // Returns `value` in bfloat16 and leaves what is missing, which is nothing of infinity.

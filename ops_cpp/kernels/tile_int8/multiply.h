@@ -14,31 +14,18 @@
 
 #include <cstring>
 
+#include "kernels/simd/first.h"
 #include "kernels/tile/amx.h"
 #include "kernels/tile_int8/layout.h"
 
 namespace hina {
 namespace {
 
+using amx::Constant;
 using simd::Floats;
 using simd::kLanes;
-
-// The first `n` values at `at`, with zeros behind them.
-HINA_INLINE Floats load_first(const float* at, int64_t n) {
-  return n >= kLanes ? simd::load(at) : n > 0 ? simd::load(at, simd::Tail(n)) : simd::zero();
-}
-template <typename T, typename Vector>
-HINA_INLINE void store_first(T* at, Vector v, int64_t n) {
-  if (n >= kLanes)
-    simd::store(at, v);
-  else if (n > 0)
-    simd::store(at, v, simd::Tail(n));
-}
-
-template <int i>
-struct Constant {
-  static constexpr int value = i;
-};
+using simd::load_first;
+using simd::store_first;
 
 // How sums of products become those of weights without their zero points.
 enum class Centre {

@@ -223,19 +223,26 @@ KernelSet with_tiles() {
   return kernels;
 }
 
+// With all that a router may read; `ids` is where the experts' ids lie.
+Call random_call(Buffers& buffers, const Params& p, int64_t tokens, std::vector<int64_t>& ids) {
+  Call call;
+  call.tokens = tokens;
+  call.type = static_cast<DataType>(pick(0, 2));
+  call.hidden_states = buffers.filled(tokens * p.hidden_size, call.type);
+  call.router_logits = buffers.filled(tokens * p.num_experts, DataType::kFloat32);
+  call.topk_weights = buffers.filled(tokens * p.top_k, DataType::kFloat32);
+  ids.resize(static_cast<size_t>(tokens * p.top_k));
+  for (int64_t& id : ids) id = pick(0, p.num_experts - 1);
+  call.topk_ids = ids.data();
+  return call;
+}
+
 void test_layer(int round, KernelSet kernels) {
   Buffers buffers;
   const Params p = random_layer(buffers);
-  Call call;
-  call.tokens = pick(0, 1) ? pick(0, 4) : pick(0, 150);
-  call.type = static_cast<DataType>(pick(0, 2));
-  const int64_t size = call.type == DataType::kFloat32 ? 4 : 2, row = p.hidden_size * size;
-  call.hidden_states = buffers.filled(call.tokens * p.hidden_size, call.type);
-  call.router_logits = buffers.filled(call.tokens * p.num_experts, DataType::kFloat32);
-  call.topk_weights = buffers.filled(call.tokens * p.top_k, DataType::kFloat32);
-  std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k));
-  for (int64_t& id : ids) id = pick(0, p.num_experts - 1);
-  call.topk_ids = ids.data();
+  std::vector<int64_t> ids;
+  const Call call = random_call(buffers, p, pick(0, 1) ? pick(0, 4) : pick(0, 150), ids);
+  const int64_t row = p.hidden_size * (call.type == DataType::kFloat32 ? 4 : 2);
 
   std::vector<std::byte> first(static_cast<size_t>(call.tokens * row));
   std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
@@ -291,19 +298,12 @@ void test_int8_tiles(int round) {
   Params p = random_layer(buffers);
   while (!p.experts[0].up.quantised() || !p.experts[0].down.quantised()) p = random_layer(buffers);
   p.int8_activations = true;
-  Call call;
-  call.tokens = pick(1, 150);
-  call.type = static_cast<DataType>(pick(0, 2));
+  std::vector<int64_t> ids;
+  const Call call = random_call(buffers, p, pick(1, 150), ids);
   const KernelSet vectors = select_kernels(choose_isa().isa);
   KernelSet kernels = with_tiles();
   std::copy_n(vectors.tile_bf16, kTileTerms, kernels.tile_bf16);
   for (TileKernel& kernel : kernels.tile_int8) kernel.from_tokens = static_cast<int>(pick(0, 1) ? 1 : pick(2, 20));
-  call.hidden_states = buffers.filled(call.tokens * p.hidden_size, call.type);
-  call.router_logits = buffers.filled(call.tokens * p.num_experts, DataType::kFloat32);
-  call.topk_weights = buffers.filled(call.tokens * p.top_k, DataType::kFloat32);
-  std::vector<int64_t> ids(static_cast<size_t>(call.tokens * p.top_k));
-  for (int64_t& id : ids) id = pick(0, p.num_experts - 1);
-  call.topk_ids = ids.data();
   const size_t bytes = static_cast<size_t>(call.tokens * p.hidden_size * (call.type == DataType::kFloat32 ? 4 : 2));
   std::vector<std::byte> by_vectors(bytes), in_tiles(bytes);
   std::vector<int64_t> counts(static_cast<size_t>(p.num_experts));
