@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hina_ort.bench.command import check_files
-from hina_ort.bench.model_counts import CHUNK, FC2_ROWS, MOST_PANELS, ROWS, Counts, Kernel, Piece, Workers, layer_counts
+from hina_ort.bench.model_counts import CHUNK, MOST_PANELS, ROWS, Counts, Kernel, Piece, Workers, layer_counts
 from hina_ort.bench.options import LayerOptions, Shape, parse_shape, parse_tokens
 from hina_ort.bench.weights import matrices, matrix_bytes
 from hina_ort.files import UsageError
@@ -158,7 +158,7 @@ def _cell(options: LayerOptions, kernel: Kernel, machine: Machine, tokens: int) 
 
 def _block_bytes(shape: Shape, kernel: Kernel, tokens: int) -> int:
     """What the L2 cache has to hold: panels, and rows that meet more of them than the tiles hold at once."""
-    rows, at_once = (ROWS, MOST_PANELS * ROWS) if kernel.terms else (kernel.rows_at_once(tokens, FC2_ROWS), ROWS)
+    rows, at_once = (ROWS, MOST_PANELS * ROWS) if kernel.terms else (kernel.rows_at_once(tokens, 1), ROWS)
     sizes = (shape.hidden_size, shape.intermediate_size, shape.shared_intermediate_size)
     rows = rows if tokens > at_once else 0
     return max(rows * kernel.row_bytes(k) + min(tokens, CHUNK) * kernel.panel_bytes(k) for k in sizes)

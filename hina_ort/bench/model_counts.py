@@ -17,11 +17,11 @@ ROWS = 16  # of a tile, and tokens of a panel: kTileRows, kPanelTokens
 STEP_BYTES = 64  # of a row in a tile
 CHUNK = 128  # kTileChunk
 TASK_ROWS = 32  # kRows
-STREAM_TOKENS, STREAM_RUN, TILE_RUN, TASKS_PER_WORKER = 4, 4, 3, 4  # kStreamTokens, kMostRun, kFc2TileRows / kRows, ..
-FC1_ROWS, FC2_ROWS = 48, 96  # kFc1TileRows, kFc2TileRows
+STREAM_TOKENS, STREAM_RUN, TILE_RUN, TASKS_PER_WORKER = 4, 4, 4, 4  # kStreamTokens, kMostRun, kMostTileRows / kRows, ..
+MOST_TILE_ROWS, RESULT_ROWS = 128, 64  # kMostTileRows; kTileFloats / kTileChunk
 UNIT = 32  # values that share a scale, at least: kUnit
 ROW_TILES = 6  # kMaxRowTiles
-MOST_PANELS = 5  # kMostPanels
+MOST_PANELS, PAIR_PANELS = 5, 2  # kMostPanels, kPairPanels
 
 # Vector instructions for 16 values; docs/amx.md derives them.
 PACK = {1: 13.5, 2: 31.0, 0: 16.0}  # by terms, 0: int8
@@ -66,9 +66,9 @@ class Kernel:
         size = 64 * units * self.terms if self.terms else 32 * (units + ceil_div(units, 2)) + 8 * units
         return ceil_div(size, 64) * 64
 
-    def rows_at_once(self, tokens: int, most: int) -> int:
-        """Rows of a block for the tokens of an expert: `tile_rows_at_once`."""
-        return most if self.terms and tokens <= ROWS else most // 3 * 2
+    def rows_at_once(self, tokens: int, parts: int) -> int:
+        """Rows of each of the blocks for the tokens of an expert: `tile_rows_at_once`."""
+        return MOST_TILE_ROWS if self.terms and tokens <= PAIR_PANELS * ROWS else RESULT_ROWS // parts
 
     def row_bytes(self, k: int) -> int:
         """Bytes from row to row, as tiles are loaded."""
@@ -115,18 +115,22 @@ class _Configuration:
 def _multiply_bf16(
     terms: int, parts: tuple[int, int], panels: tuple[int, ...], steps: int, counts: Counts, state: _Configuration
 ) -> None:
-    """Each tile of rows (the last one begins earlier rather than to have fewer) meets up to five panels at once."""
-    for rows in (min(part, ROWS) for part in parts for _ in range(ceil_div(part, ROWS))):
+    """Pairs of tiles of rows meet up to two panels, or single ones up to five at once. What is left begins earlier
+    rather than to have fewer rows.
+    """
+    pair = 2 if len(panels) <= PAIR_PANELS else 1
+    blocks = ((part, rows) for part in parts for rows in pieces(part, pair * ROWS))
+    for tiles, height in ((ceil_div(rows, ROWS), min(part, ROWS)) for part, rows in blocks):
         at = 0
         for n in _even_groups(len(panels), MOST_PANELS):
             together = panels[at : at + n]
             at += n
-            shapes = [(rows, 4 * tokens) for tokens in together] + [(rows, STEP_BYTES)]
+            shapes = [(height, 4 * tokens) for tokens in together] + [(tiles, STEP_BYTES)]
             state.load([*shapes, (ROWS, 4 * together[0]), (ROWS, 4 * together[-1])])
-            counts.loads += steps * (1 + terms * n)
-            counts.load_bytes += steps * (rows * STEP_BYTES + terms * ROWS * 4 * sum(together))
-            counts.products += steps * terms * n
-            counts.stores += n
+            counts.loads += steps * (tiles + terms * n)
+            counts.load_bytes += steps * (tiles * height * STEP_BYTES + terms * ROWS * 4 * sum(together))
+            counts.products += steps * terms * tiles * n
+            counts.stores += tiles * n
 
 
 def _even_groups(n: int, most: int) -> Iterator[int]:
@@ -213,7 +217,7 @@ def layer_counts(shape: Shape, kernel: Kernel, piece: Piece, as_it_is: bool, wor
 def _expert(hidden: int, size: int, kernel: Kernel, tokens: int, task_rows: tuple[int, int], as_it_is: bool) -> Counts:
     """One expert with `tokens` tokens: packing, FC1, activation, FC2, and adding its results to the output."""
     counts = Counts()
-    steps = (kernel.rows_at_once(tokens, FC1_ROWS), kernel.rows_at_once(tokens, FC2_ROWS))
+    steps = (kernel.rows_at_once(tokens, 2), kernel.rows_at_once(tokens, 1))
     for chunk in pieces(tokens, CHUNK):
         for rows in _blocks(size, task_rows[0], steps[0]):
             counts.add(multiply(kernel, (rows, rows), chunk, hidden))

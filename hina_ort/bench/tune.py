@@ -14,7 +14,7 @@ from hina_ort.bench.options import LayerOptions, Shape
 from hina_ort.files import UsageError
 from hina_ort.runtime import cpu_info
 
-TOKENS = (1, 2, 4, 8, 16, 32)
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128)
 """Of an expert: all experts take all tokens of the layer that is timed."""
 LAYER = Shape("16 experts for each token", 16, 16, 2048, 768)
 
@@ -75,10 +75,10 @@ def tune(threads: int, progress: Progress | None = None, keep: bool = True) -> d
             tokens=TOKENS,
             threads=threads,
             peers=("vectors",),
-            repeats=5,
+            repeats=3,
         )
         with amx_from(1):
-            result = bench_layer(options, tell)
+            result = bench_layer(options, tell, references=1)
         ratios = [cell["engines"]["vectors"]["ratio"] for cell in result["cells"]]
         cases.append({"key": case.key, "tokens": TOKENS, "ratios": ratios, "amx_from": threshold(TOKENS, ratios)})
     path = Path(cpu["tuning"]) if keep else None

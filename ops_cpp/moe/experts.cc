@@ -32,7 +32,7 @@ void add_bias(float* values, int64_t rows, int64_t n, const std::vector<float>& 
 }
 
 void take_turns(float* values, int64_t rows, int64_t n, bool gate_first) {
-  float gate[std::max(kFewRows, kFc1TileRows * kPanelTokens)];
+  float gate[std::max(kFewRows, kMostTileRows * kPanelTokens)];
   for (int64_t r = 0; r < rows; ++r) {
     const float* pair = values + 2 * r * n;
     std::copy_n(gate_first ? pair : pair + n, n, gate + r * n);
@@ -50,12 +50,13 @@ void Layer::gather(TokenForm form, int64_t slot, int n, const void** tokens) con
   for (int t = 0; t < n; ++t) tokens[t] = base + w_.plan.token[slot + t] * bytes;
 }
 
-// The same with every token multiplied by its mixing weight.
-void Layer::gather_scaled(TokenForm form, int64_t slot, int n, size_t worker, const void** tokens) const {
-  const int64_t k = p_.hidden_size;
-  float* scaled = w_.scaled + static_cast<int64_t>(worker) * k;
+// The same of a range of k, with every token multiplied by its mixing weight.
+void Layer::gather_scaled(TokenForm form, const KRange& range, int64_t slot, int n, size_t worker,
+                          const void** tokens) const {
+  const int64_t k = range.size();
+  float* scaled = w_.scaled + static_cast<int64_t>(worker) * p_.hidden_size;
   for (int t = 0; t < n; ++t) {
-    const float* x = x_ + w_.plan.token[slot + t] * k;
+    const float* x = x_ + w_.plan.token[slot + t] * p_.hidden_size + range.from;
     std::byte* to = w_.scaled_tokens + (static_cast<int64_t>(worker) * chunk_of(w_.scaled_bytes) + t) * w_.scaled_bytes;
     float* values = form == TokenForm::kFloat32 ? reinterpret_cast<float*>(to) : scaled;
     for (int64_t i = 0; i < k; ++i) values[i] = x[i] * w_.plan.weight[slot + t];
@@ -92,8 +93,11 @@ void Layer::fc1(int64_t task, size_t worker) {
   const Kind& kind = is_shared ? shared_ : routed_;
   const int64_t part = is_shared ? task - routed_groups_ * routed_.fc1_tasks : task % routed_.fc1_tasks;
   const int64_t group = group_of(task);
-  const Expert& expert = expert_of(group);
   const int64_t first = part * kind.task_rows, last = std::min(first + kind.task_rows, kind.size);
+  if (w_.node_of_worker != nullptr) see_node(worker);
+  const Expert& expert = expert_of(group, worker);
+  record(expert.up, p_.hidden_size, first, last, worker);
+  if (kind.gated) record(expert.gate, p_.hidden_size, first, last, worker);
   if (const ExpertTiles tiles = tiles_of(group); tiles.first != nullptr) {
     fc1_in_tiles(group, tiles, first, last, worker);
     w_.fc1_left[group].arrive();
@@ -104,7 +108,7 @@ void Layer::fc1(int64_t task, size_t worker) {
     end = std::min(row + step, last);
     RowBlock next = fc1_blocks(expert, end, std::min(end + step, kind.size)).parts[0];
     if (end == kind.size)
-      next = task + 1 < fc1_tasks_ && !is_shared ? fc1_blocks(expert_of(group_of(task + 1)), 0, step).parts[0]
+      next = task + 1 < fc1_tasks_ && !is_shared ? fc1_blocks(expert_of(group_of(task + 1), worker), 0, step).parts[0]
                                                  : RowBlock{};
     fc1_rows_of(group, expert, kind, row, end, next, worker);
   }
@@ -133,7 +137,7 @@ void Layer::fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, i
                              : std::max(token_bytes(forms[0], k, kernels_), token_bytes(forms[1], k, kernels_)));
   const auto take = [&](TokenForm form, int64_t slot, int n, const void** tokens) {
     if (scaled)
-      gather_scaled(form, slot, n, worker, tokens);
+      gather_scaled(form, {0, k}, slot, n, worker, tokens);
     else
       gather(form, slot, n, tokens);
   };
@@ -150,23 +154,32 @@ void Layer::fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, i
       float* up = tile + t * 2 * rows;
       float* gate = kind.gated ? up + rows : up;
       if (in_turns) take_turns(up, rows, 1, expert.gate.data == expert.gate_up.data);
-      add_bias(up, rows, 1, expert.up_bias, first);
-      if (kind.gated) add_bias(gate, rows, 1, expert.gate_bias, first);
-      kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, gate, kind.gated ? up : nullptr, gate,
-                                                           rows);
-      store_token(form(expert.down), gate, first, last, kind.size, hidden_of(kind, slot + t));
+      finish_token(group, first, last, slot + t, up, gate);
     }
   }
 }
 
+// From products to what FC2 takes of a token; leaves it in `gate`, which is `up` where there is no gate.
+void Layer::finish_token(int64_t group, int64_t first, int64_t last, int64_t slot, float* up, float* gate) const {
+  const Expert& expert = expert_of(group);
+  const Kind& kind = kind_of(group);
+  const int64_t rows = last - first;
+  add_bias(up, rows, 1, expert.up_bias, first);
+  if (kind.gated) add_bias(gate, rows, 1, expert.gate_bias, first);
+  kernels_.activation[static_cast<int>(p_.activation)](p_.activation_params, gate, kind.gated ? up : nullptr, gate,
+                                                       rows);
+  store_token(form(expert.down), gate, first, last, kind.size, hidden_of(kind, slot));
+}
+
 void Layer::fc2(int64_t task, size_t worker) {
   const int64_t first = task * fc2_task_rows_, last = std::min(first + fc2_task_rows_, p_.hidden_size);
-  const int64_t rows = last - first;
-  for (int64_t t = 0; t < call_.tokens; ++t) std::fill_n(sum_ + t * p_.hidden_size + first, rows, 0.0f);
+  if (w_.node_of_worker != nullptr) see_node(worker);
+  begin_output(first, last - first);
   const auto& active = w_.plan.active;
   for (size_t i = 0; i < active.size(); ++i) {
-    const Expert& expert = expert_of(active[i]);
+    const Expert& expert = expert_of(active[i], worker);
     const Kind& kind = kind_of(active[i]);
+    record(expert.down, kind.size, first, last, worker);
     if (const ExpertTiles tiles = tiles_of(active[i]); tiles.first != nullptr) {
       fc2_in_tiles(active[i], tiles, first, last, worker);
       continue;
@@ -176,10 +189,18 @@ void Layer::fc2(int64_t task, size_t worker) {
     for (int64_t row = first, end; row < last; row = end) {
       end = std::min(row + step, last);
       const int64_t next = end == last && !is_last ? first : end;
-      const Expert& then = end < last ? expert : expert_of(active[is_last ? 0 : i + 1]);
+      const Expert& then = end < last ? expert : expert_of(active[is_last ? 0 : i + 1], worker);
       fc2_rows_of(active[i], expert, kind, row, end, {&then.down, next, next + step}, worker);
     }
   }
+  end_output(first, last - first);
+}
+
+void Layer::begin_output(int64_t first, int64_t rows) {
+  for (int64_t t = 0; t < call_.tokens; ++t) std::fill_n(sum_ + t * p_.hidden_size + first, rows, 0.0f);
+}
+
+void Layer::end_output(int64_t first, int64_t rows) {
   if (call_.type == DataType::kFloat32) return;
   for (int64_t t = 0; t < call_.tokens; ++t) {
     const int64_t at = t * p_.hidden_size + first;
@@ -202,13 +223,15 @@ void Layer::fc2_rows_of(int32_t group, const Expert& expert, const Kind& kind, i
     const int n = static_cast<int>(std::min(chunk, end - slot));
     for (int t = 0; t < n; ++t) tokens[t] = hidden_of(kind, slot + t);
     down.multiply(tokens, n, tile, rows);
-    for (int t = 0; t < n; ++t) {
-      add_bias(tile + t * rows, rows, 1, expert.down_bias, first);
-      const float weight = is_scaled(kind) ? 1.0f : w_.plan.weight[slot + t];
-      float* sum = sum_ + w_.plan.token[slot + t] * p_.hidden_size + first;
-      for (int64_t i = 0; i < rows; ++i) sum[i] += weight * tile[t * rows + i];
-    }
+    for (int t = 0; t < n; ++t) add_token(group, first, rows, slot + t, tile + t * rows);
   }
+}
+
+void Layer::add_token(int64_t group, int64_t first, int64_t rows, int64_t slot, float* values) {
+  add_bias(values, rows, 1, expert_of(group).down_bias, first);
+  const float weight = is_scaled(kind_of(group)) ? 1.0f : w_.plan.weight[slot];
+  float* sum = sum_ + w_.plan.token[slot] * p_.hidden_size + first;
+  for (int64_t i = 0; i < rows; ++i) sum[i] += weight * values[i];
 }
 
 }  // namespace hina

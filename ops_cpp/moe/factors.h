@@ -25,8 +25,11 @@ int unit_of(const Matrix& matrix);
 // Bytes of the room of `rows` rows, a multiple of 64.
 int64_t factors_bytes(int64_t rows, int64_t k, int unit);
 
-// Of the rows [first, first + count).
-Factors expand_factors(const Matrix& matrix, int64_t first, int count, int64_t k, const KernelSet& kernels,
-                       std::byte* room);
+// The rows of a matrix of k values without the values before `from` and from `to` on; both are multiples of unit_of(),
+// of the block and, where zero points share bytes, of two blocks; or are k.
+Matrix columns_of(const Matrix& matrix, int64_t from, int64_t to, int64_t k);
+
+// Of k values of each of the rows.
+Factors expand_factors(const RowBlock& rows, int64_t k, const KernelSet& kernels, std::byte* room);
 
 }  // namespace hina

@@ -26,8 +26,9 @@
 
 namespace hina {
 
-Layer::Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace, int workers)
-    : p_(params), kernels_(kernels), call_(call), w_(workspace), workers_(workers) {
+Layer::Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace, int workers,
+             const Executor& executor)
+    : p_(params), kernels_(kernels), call_(call), w_(workspace), executor_(executor), workers_(workers) {
   x_ = call.type == DataType::kFloat32 ? static_cast<const float*>(call.hidden_states) : w_.x;
   sum_ = call.type == DataType::kFloat32 ? static_cast<float*>(call.output) : w_.sum;
   token_blocks_ = ceil_div(call.tokens, kTokenBlock);
@@ -49,6 +50,7 @@ void Layer::work(size_t worker) {
     prepare(task, worker);
   unplanned_.wait();
   if (bad_id_ >= 0) return;
+  if (call_.numa != nullptr) return work_by_nodes(worker);
   for (int64_t task; (task = next_pack_.fetch_add(1, std::memory_order_relaxed)) < pack_tasks_;) pack(task);
   for (int64_t task; (task = next_fc1_.fetch_add(1, std::memory_order_relaxed)) < fc1_tasks_;) fc1(task, worker);
   for (int64_t task; (task = next_fc2_.fetch_add(1, std::memory_order_relaxed)) < fc2_tasks_;) fc2(task, worker);
@@ -90,10 +92,11 @@ int64_t most_tasks(const Params& params, int64_t tokens) {
 std::string forward(const Params& params, const KernelSet& kernels, const Call& call, void* workspace, int workers,
                     const Executor& executor) {
   if (call.tokens_per_expert != nullptr) std::fill_n(call.tokens_per_expert, params.num_experts, 0);
-  const int64_t step = tokens_at_once(params, kernels, call);
+  const Call first = first_piece(params, kernels, call);
+  const int64_t step = std::max<int64_t>(first.tokens, 1);
   for (int64_t begin = 0; begin < call.tokens; begin += step) {
-    const Call piece = piece_of(params, call, begin, std::min(step, call.tokens - begin));
-    Layer layer(params, kernels, piece, carve(workspace, params, kernels, piece, workers), workers);
+    const Call piece = piece_of(params, first, begin, std::min(step, call.tokens - begin));
+    Layer layer(params, kernels, piece, carve(workspace, params, kernels, piece, workers), workers, executor);
     const auto work = [](void* self, size_t index) { static_cast<Layer*>(self)->work(index); };
     executor.parallel_for(executor.self, work, static_cast<size_t>(workers), &layer);
     if (std::string error = layer.error(begin); !error.empty()) return error;

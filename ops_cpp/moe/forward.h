@@ -12,6 +12,9 @@
 
 namespace hina {
 
+struct NumaPlan;
+struct Reads;
+
 // Tensors of one call; all contiguous, at any address. T tokens; which router tensors are read follows from
 // Router::input.
 struct Call {
@@ -27,6 +30,10 @@ struct Call {
   DataType topk_weights_type = DataType::kFloat32;
   int64_t* tokens_per_expert = nullptr;  // [E] or nullptr
   int64_t tokens_at_once = 0;            // of a piece; 0: as the memory for intermediate values allows
+  const NumaPlan* numa = nullptr;  // cuts the work by the nodes that own the pages (numa.h); nullptr: the plain plan
+  const Params* const* copies = nullptr;  // [nodes] the same layer with the experts' weights as each node has them, or
+                                          // nullptr; not together with `numa`
+  Reads* reads = nullptr;                 // where what is read is recorded, for tests
 };
 
 // Upper bound of the tasks that can run at once for `tokens` tokens: more workers than that find nothing to do.

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "moe/blocking.h"
+#include "moe/factors.h"
 #include "moe/forward.h"
+#include "moe/numa.h"
 #include "moe/projection.h"
 #include "moe/tile_rows.h"
 #include "moe/workspace.h"
@@ -21,7 +23,8 @@ inline int64_t size_of(DataType type) { return type == DataType::kFloat32 ? 4 : 
 
 class Layer {
  public:
-  Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace, int workers);
+  Layer(const Params& params, const KernelSet& kernels, const Call& call, const Workspace& workspace, int workers,
+        const Executor& executor);
 
   // What one worker does, start to end.
   void work(size_t worker);
@@ -48,6 +51,12 @@ class Layer {
   int64_t raw_id(int64_t index) const;
   TokenForm form(const Matrix& matrix) const { return token_form(matrix, p_.int8_activations, kernels_, call_.type); }
   const Expert& expert_of(int64_t group) const { return group == p_.num_experts ? p_.shared : p_.experts[group]; }
+  // The copy of it that the worker reads.
+  const Expert& expert_of(int64_t group, size_t worker) const {
+    if (call_.copies == nullptr) return expert_of(group);
+    const Params& mine = *call_.copies[w_.node_of_worker[worker]];
+    return group == p_.num_experts ? mine.shared : mine.experts[group];
+  }
   const Kind& kind_of(int64_t group) const { return group == p_.num_experts ? shared_ : routed_; }
   int64_t tokens_of(int64_t group) const { return w_.plan.first[group + 1] - w_.plan.first[group]; }
   bool is_scaled(const Kind& kind) const { return p_.weights_on_input && &kind != &shared_; }
@@ -74,11 +83,16 @@ class Layer {
   void fc1_rows_of(int64_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last,
                    const RowBlock& next, size_t worker);
   void gather(TokenForm form, int64_t slot, int n, const void** tokens) const;
-  void gather_scaled(TokenForm form, int64_t slot, int n, size_t worker, const void** tokens) const;
+  void gather_scaled(TokenForm form, const KRange& range, int64_t slot, int n, size_t worker,
+                     const void** tokens) const;
   void store_token(TokenForm form, const float* x, int64_t from, int64_t to, int64_t k, std::byte* token) const;
+  void finish_token(int64_t group, int64_t first, int64_t last, int64_t slot, float* up, float* gate) const;
   void fc2(int64_t task, size_t worker);
   void fc2_rows_of(int32_t group, const Expert& expert, const Kind& kind, int64_t first, int64_t last,
                    const RowBlock& next, size_t worker);
+  void add_token(int64_t group, int64_t first, int64_t rows, int64_t slot, float* values);
+  void begin_output(int64_t first, int64_t rows);
+  void end_output(int64_t first, int64_t rows);
 
   // tiles.cc
   ExpertTiles tiles_of(int64_t group) const;
@@ -89,11 +103,58 @@ class Layer {
   void activate(int64_t group, const ExpertTiles& tiles, int64_t first, int64_t rows, int64_t slot, int n,
                 bool in_turns, float* values) const;
   void fc2_in_tiles(int64_t group, const ExpertTiles& tiles, int64_t first, int64_t last, size_t worker);
+  void add_panel(int64_t group, int64_t first, int64_t rows, int64_t slot, int n, float* values);
+
+  // placed.cc
+  struct Product {  // of an item with the tokens of a group
+    Phase phase;    // kFc1 or kFc2
+    int64_t group;
+    bool is_gate;
+    const Matrix* matrix;
+    const Partition* partition;
+    const Item* item;
+    float* results;  // of the group and the matrix
+
+    float* out(int64_t tokens) const { return results + item->at * tokens; }
+  };
+  void quantise_parts(int64_t token);
+  void pack_parts(int64_t task);
+  void store_parts(int64_t group, int64_t first, int64_t rows, int64_t slot, int n, const float* values) const;
+  void plan_by_nodes();
+  int see_node(size_t worker);
+  void work_by_nodes(size_t worker);
+  void serve(Phase phase, size_t worker);
+  Product product_of(Phase phase, const NodeQueue& queue, int node, int64_t index) const;
+  float* results_of(Phase phase, int64_t group) const;
+  float* gate_results(int64_t group) const;
+  void multiply(const Product& product, size_t worker);
+  void multiply_by_vectors(const Product& product, const Matrix& part, size_t worker);
+  void multiply_in_tiles(const Product& product, const ExpertTiles& tiles, const Matrix& part, size_t worker);
+  void gather_part(const Product& product, TokenForm form, int64_t slot, int n, size_t worker,
+                   const void** tokens) const;
+  const void* panel_part(const Product& product, const ExpertTiles& tiles, int64_t slot, int n) const;
+  void join_fc1(int64_t group, int64_t window, size_t worker);
+  void join_fc2(int64_t window, size_t worker);
+  Countdown& fc1_items_left(int64_t group, int64_t window) const;
+  const Parts* hidden_parts(const Kind& kind) const { return w_.hidden_parts[&kind == &shared_]; }
+  // Of the slots whose hidden values lie in the kind's own buffers.
+  int64_t first_slot(const Kind& kind) const { return &kind == &shared_ ? call_.tokens * p_.top_k : 0; }
+  int64_t values_of_row(const Product& product) const {
+    return product.phase == kFc1 ? p_.hidden_size : kind_of(product.group).size;
+  }
+  float* joined_of(size_t worker) const {
+    return w_.joined + static_cast<int64_t>(worker) * 2 * call_.numa->most_window * kPanelTokens;
+  }
+  void record(const Matrix& matrix, int64_t k, int64_t first, int64_t last, size_t worker) const {
+    if (call_.reads != nullptr) record_part(columns_of(matrix, 0, k, k), first, last, worker);
+  }
+  void record_part(const Matrix& part, int64_t first, int64_t last, size_t worker) const;
 
   const Params& p_;
   const KernelSet& kernels_;
   const Call& call_;
   Workspace w_;
+  const Executor& executor_;
   Kind routed_{}, shared_{};
   const float* x_;
   float* sum_;

@@ -31,6 +31,24 @@ struct Matrix {
 
   const std::byte* row(int64_t index) const { return data + index * row_stride; }
   bool quantised() const { return format != WeightFormat::kFloat; }
+  // Of a value.
+  int64_t bits() const {
+    if (!quantised()) return type == DataType::kFloat32 ? 32 : 16;
+    return format == WeightFormat::kInt4 || format == WeightFormat::kMxfp4 ? 4 : 8;
+  }
+};
+
+// Rows of a matrix, last - first of them: from `first` on; or, where `run` is not 0, runs of so many rows, each `step`
+// rows behind the one before.
+struct RowBlock {
+  const Matrix* matrix = nullptr;
+  int64_t first = 0;
+  int64_t last = 0;
+  int64_t run = 0;
+  int64_t step = 0;
+
+  // Of the i-th row.
+  int64_t index(int64_t i) const { return run == 0 ? first + i : first + i / run * step + i % run; }
 };
 
 // One MLP: down(act(gate x) * up x), or down(act(up x)) when `gated` is false. Biases are float32, empty if absent.

@@ -30,6 +30,8 @@ void Layer::quantise_tokens(int64_t begin, int64_t end, int64_t step) {
     for (int64_t t = begin; w_.tokens[f] != nullptr && t < end; t += step)
       quantise(static_cast<TokenForm>(f), x_ + t * p_.hidden_size, 0, p_.hidden_size, p_.hidden_size,
                w_.tokens[f] + t * token_bytes(static_cast<TokenForm>(f), p_.hidden_size, kernels_));
+  if (call_.numa != nullptr)
+    for (int64_t t = begin; t < end; t += step) quantise_parts(t);
 }
 
 void Layer::quantise(TokenForm form, const float* x, int64_t from, int64_t to, int64_t k, void* token) const {
@@ -109,6 +111,7 @@ void Layer::plan() {
   cut_packs();
   for (const int32_t g : w_.plan.active)
     w_.fc1_left[g].reset(static_cast<int32_t>(g == p_.num_experts ? shared_.fc1_tasks : routed_.fc1_tasks));
+  if (call_.numa != nullptr) plan_by_nodes();
   if (call_.tokens_per_expert != nullptr)
     for (int64_t e = 0; e < p_.num_experts; ++e) call_.tokens_per_expert[e] += w_.plan.first[e + 1] - w_.plan.first[e];
 }
@@ -124,7 +127,7 @@ void Layer::order_groups() {
 void Layer::cut_tasks() {
   const bool streams = call_.tokens * p_.top_k <= kStreamTokens * routed_groups_;
   // In tiles, the more rows there are, the more of them share the loads of a panel.
-  const int64_t most = streams ? kMostRun : w_.in_tiles ? kFc2TileRows / kRows : 1;
+  const int64_t most = streams ? kMostRun : w_.in_tiles ? kMostTileRows / kRows : 1;
   const auto run_of = [&](int64_t blocks) {
     return std::clamp<int64_t>(blocks / (kTasksPerWorker * workers_), 1, most);
   };

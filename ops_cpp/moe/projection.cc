@@ -82,13 +82,13 @@ Projection::Projection(const RowBlock& rows, const RowBlock& next, int64_t k, To
                        const KernelSet& kernels, std::byte* scratch)
     : k_(k), count_(static_cast<int>(rows.last - rows.first)) {
   const Matrix& matrix = *rows.matrix;
-  for (int r = 0; r < count_; ++r) rows_[r] = matrix.row(rows.first + r);
+  for (int r = 0; r < count_; ++r) rows_[r] = matrix.row(rows.index(r));
   if (!matrix.quantised()) {
     dot_ = form == TokenForm::kBFloat16 ? kernels.dot_bfloat16 : kernels.dot[static_cast<int>(matrix.type)];
     return;
   }
   const int unit = unit_of(matrix);
-  const Factors factors = expand_factors(matrix, rows.first, count_, k, kernels, scratch);
+  const Factors factors = expand_factors(rows, k, kernels, scratch);
   for (int r = 0; r < count_; ++r) scales_[r] = factors.scales_of(r), zero_points_[r] = factors.zero_points_of(r);
   scratch += factors_bytes(count_, k, unit);
   if (!is_int8(form)) {

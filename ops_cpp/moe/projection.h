@@ -36,13 +36,6 @@ int64_t scratch_bytes(const Matrix& matrix, TokenForm form, int64_t k, int64_t t
 // in the L1 or L2 cache.
 int64_t rows_at_once(const Matrix& matrix, TokenForm form, int64_t k, int64_t tokens, const KernelSet& kernels);
 
-// Rows [first, last) of a matrix.
-struct RowBlock {
-  const Matrix* matrix = nullptr;
-  int64_t first = 0;
-  int64_t last = 0;
-};
-
 class Projection {
  public:
   // Rows, at most rows_at_once(), for `tokens` tokens in all; `next` is the block that this thread will probably read

@@ -43,8 +43,11 @@ ExpertTiles expert_tiles(const Expert& expert, bool gated, const Params& params,
   return tokens >= from_tokens(*tiles.first, *tiles.down) ? tiles : ExpertTiles{};
 }
 
-int64_t tile_rows_at_once(const TileKernel& kernel, int64_t tokens, int most) {
-  return is_bf16(kernel) && tokens <= kPanelTokens ? most : most / 3 * 2;
+int64_t tile_rows_at_once(const TileKernel& kernel, int64_t tokens, int parts) {
+  // A pair of panels meets the rows while they come from memory, which is the faster the longer the streams are that
+  // they are read in (kernels/tile_bf16/multiply.h).
+  if (is_bf16(kernel) && tokens <= 2 * kPanelTokens) return kMostTileRows;
+  return kTileFloats / kTileChunk / parts;
 }
 
 int64_t tile_scratch_bytes(const Matrix& matrix, const TileKernel& kernel, int64_t rows, int64_t k) {
@@ -60,7 +63,7 @@ TileRows tile_rows(const RowBlock& block, const TileKernel& kernel, int64_t k, c
   const int n = static_cast<int>(block.last - block.first);
   TileRows rows{matrix.row(block.first), matrix.row_stride, n};
   if (!matrix.quantised()) return rows;
-  const Factors factors = expand_factors(matrix, block.first, n, k, kernels, scratch);
+  const Factors factors = expand_factors(block, k, kernels, scratch);
   scratch += factors_bytes(n, k, unit_of(matrix));
   if (is_bf16(kernel)) {
     auto* wide = reinterpret_cast<float*>(scratch);
@@ -76,7 +79,7 @@ TileRows tile_rows(const RowBlock& block, const TileKernel& kernel, int64_t k, c
   rows.scales = factors.scales;
   rows.zero_points = centred ? nullptr : factors.zero_points;
   if (kernel.unpack == nullptr) return rows;
-  const void* packed[kFc2TileRows];
+  const void* packed[kMostTileRows];
   for (int r = 0; r < n; ++r) packed[r] = matrix.row(block.first + r);
   kernel.unpack(packed, n, matrix.row_bytes, k, centred, scratch, unpacked_stride(k));
   rows.first = scratch, rows.stride = unpacked_stride(k);

@@ -25,12 +25,11 @@ struct ExpertTiles {
 ExpertTiles expert_tiles(const Expert& expert, bool gated, const Params& params, const KernelSet& kernels,
                          DataType type, int64_t tokens);
 
-// The most rows of each of the two blocks of FC1, and of a block of FC2.
-constexpr int kFc1TileRows = 48;
-constexpr int kFc2TileRows = 96;
+constexpr int kMostTileRows = 128;
 
-// Rows of a block for `tokens` tokens, `most` of them where one panel can share its tiles among so many.
-int64_t tile_rows_at_once(const TileKernel& kernel, int64_t tokens, int most);
+// Rows of each of `parts` blocks, which are multiplied together, for `tokens` tokens of an expert: at most
+// kMostTileRows.
+int64_t tile_rows_at_once(const TileKernel& kernel, int64_t tokens, int parts);
 
 // Bytes of scratch memory, a multiple of 64, for up to `rows` rows of `k` values.
 int64_t tile_scratch_bytes(const Matrix& matrix, const TileKernel& kernel, int64_t rows, int64_t k);

@@ -45,13 +45,13 @@ const void* Layer::packed_of(const ExpertTiles& tiles, int64_t group, int64_t sl
 }
 
 void Layer::fc1_in_tiles(int64_t group, const ExpertTiles& tiles, int64_t first, int64_t last, size_t worker) {
-  const Expert& expert = expert_of(group);
+  const Expert& expert = expert_of(group, worker);
   const bool gated = kind_of(group).gated;
   const int64_t k = p_.hidden_size, begin = w_.plan.first[group], end = w_.plan.first[group + 1];
   // As many rows as both kernels take: those of int8 pack whole units.
-  const int most = gated ? kFc1TileRows : kFc2TileRows;
+  const int parts = gated ? 2 : 1;
   const int64_t step =
-      std::min(tile_rows_at_once(*tiles.first, end - begin, most), tile_rows_at_once(*tiles.down, end - begin, most));
+      std::min(tile_rows_at_once(*tiles.first, end - begin, parts), tile_rows_at_once(*tiles.down, end - begin, parts));
   w_.packs_left[group].wait();
   for (int64_t row = first; row < last; row += step) {
     const int64_t rows = std::min(step, last - row);
@@ -87,11 +87,10 @@ void Layer::activate(int64_t group, const ExpertTiles& tiles, int64_t first, int
 }
 
 void Layer::fc2_in_tiles(int64_t group, const ExpertTiles& tiles, int64_t first, int64_t last, size_t worker) {
-  const Expert& expert = expert_of(group);
+  const Expert& expert = expert_of(group, worker);
   const Kind& kind = kind_of(group);
   const int64_t begin = w_.plan.first[group], end = w_.plan.first[group + 1];
-  const int64_t step = tile_rows_at_once(*tiles.down, end - begin, kFc2TileRows);
-  constexpr float kOnes[kPanelTokens] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  const int64_t step = tile_rows_at_once(*tiles.down, end - begin, 1);
   for (int64_t row = first; row < last; row += step) {
     const int64_t rows = std::min(step, last - row);
     const TileRows weights[2] = {
@@ -105,14 +104,19 @@ void Layer::fc2_in_tiles(int64_t group, const ExpertTiles& tiles, int64_t first,
       tiles.down->multiply(weights, panels, static_cast<int>(n), kind.size, values);
       for (int64_t t = 0; t < n; t += kPanelTokens, values += kPanelTokens * rows) {
         const int count = static_cast<int>(std::min<int64_t>(kPanelTokens, n - t));
-        add_bias(values, rows, count, expert.down_bias, row);
-        float* sums[kPanelTokens];
-        for (int i = 0; i < count; ++i) sums[i] = sum_ + w_.plan.token[slot + t + i] * p_.hidden_size + row;
-        kernels_.scatter(values, static_cast<int>(rows), count, is_scaled(kind) ? kOnes : &w_.plan.weight[slot + t],
-                         sums);
+        add_panel(group, row, rows, slot + t, count, values);
       }
     }
   }
+}
+
+// Adds [rows][n] products of the panel that begins at `slot` to the sums of its tokens.
+void Layer::add_panel(int64_t group, int64_t first, int64_t rows, int64_t slot, int n, float* values) {
+  constexpr float kOnes[kPanelTokens] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  add_bias(values, rows, n, expert_of(group).down_bias, first);
+  float* sums[kPanelTokens];
+  for (int i = 0; i < n; ++i) sums[i] = sum_ + w_.plan.token[slot + i] * p_.hidden_size + first;
+  kernels_.scatter(values, static_cast<int>(rows), n, is_scaled(kind_of(group)) ? kOnes : &w_.plan.weight[slot], sums);
 }
 
 }  // namespace hina

@@ -3,12 +3,14 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 
 #include "moe/forward.h"
 #include "moe/tile_rows.h"
+#include "numa/layer.h"
 #include "op/formats.h"
 #include "op/inputs.h"
 #include "op/parse.h"
@@ -27,6 +29,11 @@ int worker_bound() {
   CPU_ZERO(&allowed);
   const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
   return std::max(known ? CPU_COUNT(&allowed) : 1, kLeast);
+}
+
+bool verbose() {
+  const char* text = std::getenv("HINA_VERBOSE");
+  return text != nullptr && *text != '\0' && *text != '0';
 }
 
 // A buffer from the session's own allocator, which keeps it for the next call.
@@ -56,14 +63,18 @@ class Buffer {
 
 class Kernel {
  public:
-  Kernel(const OrtApi& api, const OrtKernelInfo* info) : api_(api), node_(parse_node(api, info)) {
+  Kernel(const OrtApi& api, const OrtKernelInfo* info, std::optional<NumaMode> numa)
+      : api_(api), node_(parse_node(api, info)) {
     const IsaChoice choice = choose_isa();
     if (!choice.error.empty()) throw Error("HinaMoE node '" + node_.name + "': " + choice.error);
     kernels_ = select_kernels(choice.isa, choice.amx);
     kernels_.tiles_round_weights = choice.cap == "amx";
     set_tile_thresholds();
     workers_ = worker_bound();
+    numa_ = std::make_unique<LayerNuma>(read_topology(), choose_numa(numa), node_.params);
+    if (!numa_->error().empty()) fail(numa_->error());
     report(choice, float_type(declared_info(api, info, kHiddenStates).type, "hidden_states"));
+    if (!numa_->active()) numa_.reset();
     check(api, api.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_info_));
   }
   Kernel(const Kernel&) = delete;
@@ -94,6 +105,10 @@ class Kernel {
     call.output = output(context, 0, hidden.shape);
     call.tokens_per_expert = static_cast<int64_t*>(optional_output(context, 1, {p.num_experts}));
 
+    if (numa_ != nullptr) {
+      if (const std::string news = numa_->look(); !news.empty()) report_numa(news);
+      numa_->apply(call);
+    }
     const int workers = static_cast<int>(std::min<int64_t>(workers_, most_tasks(p, call.tokens)));
     const int64_t bytes = workspace_bytes(p, kernels_, call, workers);
     if (bytes < 0) fail("the workspace for " + std::to_string(call.tokens) + " tokens is too large");
@@ -104,8 +119,9 @@ class Kernel {
     {
       const std::unique_ptr<OrtAllocator, decltype(release)> owned(allocator, release);
       const Buffer workspace(api_, allocator, bytes);
-      Pool pool{api_, context, nullptr};
-      error = forward(p, kernels_, call, workspace.aligned(), workers, {&pool, parallel_for});
+      Pool pool{api_, context, nullptr, numa_ == nullptr ? nullptr : &numa_->topology()};
+      const Executor executor{&pool, parallel_for, numa_ == nullptr ? nullptr : current_node};
+      error = forward(p, kernels_, call, workspace.aligned(), workers, executor);
       check(api_, pool.status);
     }
     if (!error.empty()) fail(error);
@@ -116,12 +132,15 @@ class Kernel {
     const OrtApi& api;
     const OrtKernelContext* context;
     OrtStatus* status;
+    const Topology* topology;
   };
 
   static void parallel_for(void* self, void (*fn)(void*, size_t), size_t total, void* data) {
     Pool& pool = *static_cast<Pool*>(self);
     pool.status = pool.api.KernelContext_ParallelFor(pool.context, fn, total, 0, data);
   }
+
+  static int current_node(void* self) { return static_cast<const Pool*>(self)->topology->current_worker(); }
 
   [[noreturn]] void fail(const std::string& text) const { throw Error("HinaMoE node '" + node_.name + "': " + text); }
 
@@ -178,8 +197,10 @@ class Kernel {
 
   // HINA_VERBOSE=1: one line per node on stderr, when the session is made.
   void report(const IsaChoice& choice, DataType type) const {
-    const char* verbose = std::getenv("HINA_VERBOSE");
-    if (verbose == nullptr || *verbose == '\0' || *verbose == '0') return;
+    if (!verbose()) {
+      if (numa_->refused()) report_numa(numa_->text());
+      return;
+    }
     const Params& p = node_.params;
     const auto projections = [&](const Expert& e, bool gated) {
       const ExpertTiles tiles = expert_tiles(e, gated, p, kernels_, type, INT32_MAX);
@@ -193,10 +214,18 @@ class Kernel {
     if (p.shared_intermediate_size > 0)
       shared =
           "; shared I=" + std::to_string(p.shared_intermediate_size) + ": " + projections(p.shared, p.shared_gated);
-    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %s%s; isa %s\n", node_.name.c_str(),
+    std::fprintf(stderr, "hina: HinaMoE '%s' E=%lld k=%lld H=%lld I=%lld: %s%s; %s; isa %s\n", node_.name.c_str(),
                  static_cast<long long>(p.num_experts), static_cast<long long>(p.top_k),
                  static_cast<long long>(p.hidden_size), static_cast<long long>(p.intermediate_size),
-                 projections(p.experts[0], p.gated).c_str(), shared.c_str(), choice_text(choice).c_str());
+                 projections(p.experts[0], p.gated).c_str(), shared.c_str(), numa_->text().c_str(),
+                 choice_text(choice).c_str());
+  }
+
+  // A line about nodes: all of them with HINA_VERBOSE=1, else the first that says that a mode asked for cannot be had.
+  void report_numa(const std::string& text) const {
+    static std::atomic<bool> told{false};
+    if (verbose() || (numa_->refused() && !told.exchange(true)))
+      std::fprintf(stderr, "hina: HinaMoE '%s' %s\n", node_.name.c_str(), text.c_str());
   }
 
   // "dot_f32_avx2", "int4:32 qdot_int4_avx2 with int8 activations", "int4:32 dequantised for dot_f32_avx2"; and where
@@ -225,6 +254,7 @@ class Kernel {
   Node node_;
   KernelSet kernels_;
   int workers_ = 1;
+  std::unique_ptr<LayerNuma> numa_;  // nullptr: nodes do not matter
   OrtMemoryInfo* memory_info_ = nullptr;
 };
 
@@ -233,13 +263,14 @@ class Kernel {
 struct TypedOp : OrtCustomOp {
   ONNXTensorElementDataType activation_type;
   const OrtApi* api;
+  std::optional<NumaMode> numa;
 };
 
 const TypedOp& typed(const OrtCustomOp* op) { return *static_cast<const TypedOp*>(op); }
 
 OrtStatus* create(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
   const OrtApi& api = *typed(op).api;  // the one handed in may lack what the library asked for
-  return guarded(api, ORT_INVALID_ARGUMENT, [&] { *kernel = new Kernel(api, info); });
+  return guarded(api, ORT_INVALID_ARGUMENT, [&] { *kernel = new Kernel(api, info, typed(op).numa); });
 }
 
 OrtStatus* compute(void* self, OrtKernelContext* context) {
@@ -259,10 +290,12 @@ OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
   });
 }
 
-TypedOp make_op(const OrtApi& api, ONNXTensorElementDataType activation_type, bool infers_shapes) {
+TypedOp make_op(const OrtApi& api, ONNXTensorElementDataType activation_type, bool infers_shapes,
+                std::optional<NumaMode> numa) {
   TypedOp op{};
   op.api = &api;
   op.activation_type = activation_type;
+  op.numa = numa;
   op.version = kMinimumOrtApi;
   op.GetName = [](const OrtCustomOp*) { return kOpType; };
   op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
@@ -297,11 +330,11 @@ TypedOp make_op(const OrtApi& api, ONNXTensorElementDataType activation_type, bo
 
 }  // namespace
 
-std::vector<const OrtCustomOp*> make_hina_moe_ops(const OrtApi& api, bool infers_shapes) {
+std::vector<const OrtCustomOp*> make_hina_moe_ops(const OrtApi& api, bool infers_shapes, std::optional<NumaMode> numa) {
   std::vector<const OrtCustomOp*> ops;
   for (const auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                           ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16})
-    ops.push_back(new TypedOp(make_op(api, type, infers_shapes)));
+    ops.push_back(new TypedOp(make_op(api, type, infers_shapes, numa)));
   return ops;
 }
 

@@ -35,6 +35,16 @@ inline std::string json_number(double value) {
   return text;
 }
 
+template <typename Number>
+std::string json_numbers(const std::vector<Number>& numbers) {
+  std::string out = "[";
+  for (const Number number : numbers) {
+    if (out.size() > 1) out += ',';
+    out += std::to_string(number);
+  }
+  return out + ']';
+}
+
 inline std::string json_strings(const std::vector<std::string>& strings) {
   std::string out = "[";
   for (const std::string& text : strings) {

@@ -1,8 +1,9 @@
 #include "runtime/tuning.h"
 
 #include <charconv>
-#include <cstdio>
 #include <cstdlib>
+
+#include "runtime/files.h"
 
 namespace hina {
 namespace {
@@ -34,12 +35,7 @@ Tuning::Tuning(const std::string& cpu) {
     return;
   }
   constexpr size_t kMost = 4096;  // bytes; what is longer is not a file of ours
-  // No stream: those of the static libstdc++ ask for a newer glibc.
-  std::FILE* file = std::fopen(tuning_path().c_str(), "rb");
-  if (file == nullptr) return;
-  std::string text(kMost, '\0');
-  text.resize(std::fread(text.data(), 1, kMost, file));
-  std::fclose(file);
+  const std::string text = read_file(tuning_path(), kMost);
   if (text.rfind("cpu " + cpu + "\n", 0) == 0) lines_ = "\n" + text;
 }
 

@@ -32,13 +32,18 @@ CPU = {"amx": True, "amx_reason": "", "model": "A CPU"}
     ],
 )
 def test_threshold_is_where_amx_stays_ahead(ratios: list[float], found: int) -> None:
-    assert module.threshold(module.TOKENS, ratios) == found
+    assert module.threshold((1, 2, 4, 8, 16, 32), ratios) == found
+
+
+def test_thresholds_that_kernels_begin_with_are_within_reach() -> None:
+    """int4 uses AMX from 48 tokens of an expert on: larger numbers are tried as well."""
+    assert max(module.TOKENS) >= 2 * 48 and list(module.TOKENS) == sorted(set(module.TOKENS))
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, cpu: dict[str, Any], *arguments: str) -> Any:
     """The command, on a layer that is not timed: AMX is ahead from four tokens of an expert on."""
 
-    def timed(options: Any, progress: Any) -> dict[str, Any]:
+    def timed(options: Any, progress: Any, references: int) -> dict[str, Any]:
         cells = [{"engines": {"vectors": {"ratio": 0.5 if count < 4 else 1.5}}} for count in options.tokens]
         return {"cells": cells}
 
@@ -58,6 +63,24 @@ def test_result_is_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, tmp
     shown = tuned(monkeypatch, CPU | {"tuning": str(tmp_path / "other")}, "--dry-run")
     assert shown.exit_code == 0 and "4 tokens" in shown.stdout and "nothing was kept" in shown.stdout
     assert not (tmp_path / "other").exists()
+
+
+def test_an_interrupt_leaves_the_file_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept = tmp_path / "tuning"
+    kept.write_text("cpu A CPU\nbf16 3\n")
+    timed: list[str] = []
+
+    def interrupted(options: Any, progress: Any, references: int) -> dict[str, Any]:
+        if timed:
+            raise KeyboardInterrupt
+        timed.append(options.weights)
+        return {"cells": [{"engines": {"vectors": {"ratio": 1.5}}} for _ in options.tokens]}
+
+    monkeypatch.setattr(module, "cpu_info", lambda: CPU | {"tuning": str(kept)})
+    monkeypatch.setattr(module, "bench_layer", interrupted)
+    done = CliRunner().invoke(app, ["bench", "tune"])
+    assert done.exit_code != 0 and timed == ["bf16"]
+    assert kept.read_text() == "cpu A CPU\nbf16 3\n" and list(tmp_path.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(

@@ -136,22 +136,24 @@ def loaded(found: dict[str, Any], times: int) -> bool:
 
 def test_few_tokens_load_each_weight_once(tmp_path: Path) -> None:
     """Straight from the model. Tiles of rows of int8 share the loads of a panel, as many as are possible for each of 8
-    workers; those of bfloat16 come one by one, in order to read memory fast, and meet both terms.
+    workers; those of bfloat16 come in pairs, in order to read memory fast (docs/amx.md), and meet both terms.
     """
     kinds = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("int8", "float32"), ("int8:32", "bfloat16")]
     results = counts(tmp_path, *((*kind, [2048, 64], FEW) for kind in kinds))
-    for most, found in zip((2, 1.5, 1.25, 1.25), results, strict=True):
+    for most, found in zip((1.5, 1, 1.25, 1.25), results, strict=True):
         for one in found:
             assert loaded(one, 1) and one["strays"] == 0, one
             assert one["loads"] - one["sums"] <= most * one["products"], one
 
 
 def test_panels_share_the_loads_of_weights(tmp_path: Path) -> None:
+    """Two panels meet two tiles of rows at a time; three to five of them meet one."""
     layers = [("bfloat16", activation_type, [192, 128], MORE) for activation_type in ("bfloat16", "float32")]
     for terms, results in enumerate(counts(tmp_path, *layers), 1):
         for n, found in zip(MORE, results, strict=True):
             assert loaded(found, 1) and found["strays"] == 0, found
-            assert found["loads"] <= (1 + 1 / (terms * -(-n // 16))) * found["products"], (n, found)
+            most = 0.5 + 0.5 / terms if n <= 32 else 1 + 1 / (terms * -(-n // 16))
+            assert found["loads"] <= most * found["products"], (n, found)
 
 
 def test_panels_are_no_larger_than_their_tokens(tmp_path: Path) -> None:

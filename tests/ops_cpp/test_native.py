@@ -22,8 +22,8 @@ from tests.ops_cpp.test_ort_versions import release
 BUILD = harness.ROOT / "build"
 
 
-def build(name: str, sanitizers: str) -> Path:
-    """Build the library and its native tests under `sanitizers`; return the build folder."""
+def build(name: str, sanitizers: str, *targets: str) -> Path:
+    """Build the library and its native tests under `sanitizers`, or only `targets`; return the build folder."""
     folder = BUILD / name
     tools = Path(sys.executable).parent
     cmake = shutil.which("cmake", path=f"{tools}{os.pathsep}{os.environ['PATH']}")
@@ -35,7 +35,8 @@ def build(name: str, sanitizers: str) -> Path:
     headers = BUILD / "release" / "onnxruntime_headers" / "debian" / "usr"
     if headers.is_dir():  # found by the main build: no second download
         configure.append(f"-DHINA_ORT_INCLUDE_DIR={headers}")
-    for command in (configure, [cmake, "--build", str(folder)]):
+    compile_command = [cmake, "--build", str(folder), *(f"--target={target}" for target in targets)]
+    for command in (configure, compile_command):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
@@ -63,13 +64,19 @@ def address_build() -> Path:
     return build("address", "address,undefined")
 
 
-@pytest.mark.parametrize("name", ["kernels", "qdot", "route", "scatter", "tile_bf16", "tile_int8"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "placement", "qdot", "route", "scatter", "partition", "tile_bf16", "tile_int8"]
+)
 def test_kernels_under_address_and_undefined(address_build: Path, name: str) -> None:
     assert f"{name}: passed" in run_native(address_build, name)
 
 
 def test_layers_under_address_and_undefined(address_build: Path) -> None:
     assert "forward: passed, 150 layers" in run_native(address_build, "forward", "150")
+
+
+def test_layers_by_nodes_under_address_and_undefined(address_build: Path) -> None:
+    assert "numa: passed, 30 layers" in run_native(address_build, "numa", "30")
 
 
 def test_op_under_address_and_undefined(address_build: Path, tmp_path: Path) -> None:
@@ -127,6 +134,7 @@ def test_two_runtimes_in_one_process(address_build: Path, tmp_path: Path, newest
 def test_layers_under_thread_sanitizer() -> None:
     folder = build("thread", "thread")
     assert "forward: passed, 150 layers" in run_native(folder, "forward", "150")
+    assert "numa: passed, 60 layers" in run_native(folder, "numa", "60")
 
 
 def test_the_release_library_is_not_instrumented() -> None:

@@ -25,16 +25,20 @@ HINA_INLINE uintptr_t address(const void* at) { return reinterpret_cast<uintptr_
 HINA_INLINE void prefetch(uintptr_t at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
 // The rows r, r + groups, r + 2 groups .. of a block are read together, line by line, for each r below `groups`; so
-// each of these places is one run of bytes, but for what lies between rows.
+// each of these places is one run of bytes. Where the rows of a place lie apart, as those of one NUMA node may, nothing
+// beyond a row is asked for: what lies there is not read, or by others.
 class Ahead {
  public:
   HINA_INLINE Ahead(const QRows& rows, int groups, int64_t lines_of_row) {
     if (rows.n == 0) return;
     const uintptr_t first = address(rows.values[0]);
-    stride_ = rows.n < 2 ? rows.row_bytes : static_cast<int64_t>(address(rows.values[1]) - first);
-    place_ = groups * stride_;
+    const uintptr_t last = address(rows.values[groups < rows.n ? groups - 1 : rows.n - 1]);
+    const bool apart = last - first != static_cast<uintptr_t>((groups - 1) * rows.row_bytes);
+    stride_ = apart ? 0 : rows.row_bytes;
+    place_ = apart ? rows.row_bytes : groups * rows.row_bytes;
     // From the end of a place, which is where the next one begins, to the same place of the next block.
-    if (rows.next.values != nullptr) jump_ = address(rows.next.values) - first - static_cast<uintptr_t>(place_);
+    if (rows.next.values != nullptr && !apart)
+      jump_ = address(rows.next.values) - first - static_cast<uintptr_t>(place_);
     const int64_t calls = groups * lines_of_row;
     for (int i = 0; i < 2; ++i) {
       factors_[i] = address(rows.next.factors[i]);
@@ -58,7 +62,7 @@ class Ahead {
 
  private:
   int64_t stride_ = 0, place_ = 0;
-  uintptr_t jump_ = 0, factors_[2] = {}, steps_[2] = {};
+  uintptr_t jump_ = static_cast<uintptr_t>(-kAhead), factors_[2] = {}, steps_[2] = {};
 };
 
 }  // namespace

@@ -1,19 +1,20 @@
 // tile_bf16, the products in AMX tiles, which know nothing of vectors.
 //
-// One tile of rows meets up to five panels: five tiles of sums, one of rows, and two of tokens, as the last panel may
-// be narrower. No more tiles of sums are needed: a product that adds to the sums of the one before it does not wait for
-// them (16 cycles each). So every weight is loaded once for 80 tokens, and the rows are sixteen streams, as many as the
-// prefetchers follow; two to six tiles of rows side by side would load fewer tiles of tokens, but read memory more
-// slowly. Rows of a tile are spread over the part, for each stream to have pages of its own, which the next tile goes
-// on with.
+// Up to 32 tokens: two tiles of rows meet their one or two panels. For each product that makes 1.5 loads with one
+// panel, or 1 with two terms, and 1 with two panels, or 0.75. More tokens: one tile of rows meets up to five panels. So
+// every weight is loaded once for 80 tokens. The sums come first among the tiles, then the rows, then the tokens; 7 are
+// those of the last panel, which may be narrower. No more tiles of sums are needed: a product that adds to the sums of
+// the one before it does not wait for them (16 cycles each).
 //
-// Measured 2026-11-30, Emerald Rapids VM, one thread, 96 rows, while AMX ran at its full rate (2640 GFLOP/s; neighbours
-// on the host take three quarters of it for minutes), k = 768 / 2048:
-//   rows from memory, GB/s of rows (a plain read loop: 17 to 19)
-//     up to 16 tokens 18 / 19, with two terms 16 / 18; six tiles of rows at a time: 14 / 12
-//     32 tokens 16 / 16, 64 tokens 12 / 13, 128 tokens 7.3 / 8.1; 2 x 2 tiles at a time: 12 / 17, 10 / 12, 6.4 / 7.7
-//   rows in L2, GFLOP/s (the limit are 48 bytes a cycle from L2)
-//     16 tokens 850 / 800, 32 tokens 990 / 1070, 64 tokens 1190 / 1290 (49 % of the peak); 2 x 2: 1230 / 1350
+// The 32 rows of two tiles are as many streams, which is how many the prefetcher of the L2 cache follows. Rows of a
+// tile are spread over the part, for each stream to have pages of its own, which the next tile goes on with.
+// docs/amx.md has what other numbers of tiles read from memory, as measured: four and six load less and are slower,
+// even when the rows that come next are asked for in advance.
+//
+// Measured 2026-11-30, Emerald Rapids VM, one thread, while AMX ran at its full rate (2640 GFLOP/s; neighbours on the
+// host take three quarters of it for minutes), k = 768 / 2048, rows in L2, one tile of them, GFLOP/s (the limit are 48
+// bytes a cycle from L2): 16 tokens 850 / 800, 32 tokens 990 / 1070, 64 tokens 1190 / 1290 (49 % of the peak); two
+// tiles: 32 tokens 1230 / 1350.
 #pragma once
 
 #include <cstring>
@@ -25,8 +26,9 @@
 namespace hina {
 namespace {
 
-constexpr int kMostPanels = 5;  // at a time
-constexpr int kRowTile = kMostPanels, kTokenTile = kRowTile + 1, kLastTokenTile = kTokenTile + 1;
+constexpr int kMostPanels = 5;  // at a time, with one tile of rows
+constexpr int kPairPanels = 2;  // with two
+constexpr int kTokenTile = 6, kLastTokenTile = 7;
 
 using amx::Constant;
 
@@ -39,33 +41,38 @@ HINA_INLINE void unroll(F f) {
   }
 }
 
-// Rows at, at + step .. among those of both parts, the first `stride` bytes before the second.
-struct RowTile {
+// Tiles of rows: `at`, at + step .. among those of both parts, which are `stride` bytes apart; and if there is another
+// tile, it begins `apart` steps later.
+struct RowTiles {
   const char* first;
   int64_t stride;
-  int n;
+  int tiles, n;  // how many, and rows of each
   int64_t at, step;
+  int apart;
 };
 
-// Tile i of the rows of a part. The rows that are left when there are sixteen or more come with some before them, which
-// then have the same results twice.
-HINA_INLINE RowTile row_tile(const TileRows& part, int64_t at, int i) {
+// Number i of what is multiplied at a time of a part: `most` tiles. The rows that are left come with some before them
+// where there are any, which then have the same results twice.
+HINA_INLINE RowTiles row_tiles(const TileRows& part, int64_t at, int most, int i) {
   const char* first = static_cast<const char*>(part.first);
-  const int whole = part.n / kTileRows;
-  if (i < whole) return {first + i * part.stride, whole * part.stride, kTileRows, at + i, whole};
-  const int n = whole == 0 ? part.n : kTileRows;
-  return {first + (part.n - n) * part.stride, part.stride, n, at + part.n - n, 1};
+  const int whole = part.n / (most * kTileRows), left = part.n - whole * most * kTileRows;
+  if (i < whole) return {first + i * part.stride, whole * part.stride, most, kTileRows, at + i, whole, kTileRows};
+  const int n = part.n < kTileRows ? part.n : kTileRows, tiles = left > kTileRows ? 2 : 1;
+  const int apart = tiles == 1 ? 0 : part.n < 2 * kTileRows ? part.n - kTileRows : kTileRows, from = part.n - n - apart;
+  return {first + from * part.stride, part.stride, tiles, n, at + from, 1, apart};
 }
 
 // The last values of each row, when they do not fill a step, and zeros behind them.
 struct alignas(64) Tail {
-  char bytes[kTileRows][64];
+  char bytes[2 * kTileRows][64];
 
-  HINA_INLINE void copy(const RowTile& rows, int64_t k) {
+  HINA_INLINE void copy(const RowTiles& rows, int64_t k) {
     const int64_t whole = k / kStep * kStep;
     std::memset(bytes, 0, sizeof bytes);
-    for (int r = 0; r < rows.n; ++r)
-      std::memcpy(bytes[r], rows.first + r * rows.stride + whole * 2, static_cast<size_t>(k - whole) * 2);
+    for (int tile = 0; tile < rows.tiles; ++tile)
+      for (int r = 0; r < rows.n; ++r)
+        std::memcpy(bytes[tile * kTileRows + r], rows.first + (tile * rows.apart + r) * rows.stride + whole * 2,
+                    static_cast<size_t>(k - whole) * 2);
   }
 };
 
@@ -76,12 +83,12 @@ struct Panel {
 };
 
 // All panels but the last have as many tokens.
-template <int kPanels>
+template <int kRowTiles, int kPanels>
 HINA_INLINE void configure(int n_rows, const Panel* panels, amx::Config& loaded) {
   const auto bytes = [&](int p) HINA_INLINE_LAMBDA { return static_cast<int>(panels[p].n * 4); };
   amx::Config config;
-  for (int p = 0; p < kPanels; ++p) config.shape(p, n_rows, bytes(p));
-  config.shape(kRowTile, n_rows, 64);
+  for (int i = 0; i < kRowTiles * kPanels; ++i) config.shape(i, n_rows, bytes(i / kRowTiles));
+  for (int i = 0; i < kRowTiles; ++i) config.shape(kRowTiles * kPanels + i, n_rows, 64);
   config.shape(kTokenTile, kStepGroups, bytes(0));
   config.shape(kLastTokenTile, kStepGroups, bytes(kPanels - 1));
   if (std::memcmp(&config, &loaded, sizeof config) == 0) return;
@@ -89,47 +96,56 @@ HINA_INLINE void configure(int n_rows, const Panel* panels, amx::Config& loaded)
   amx::configure(config);
 }
 
-template <int kPanels, int terms>
-__attribute__((noinline)) void multiply_tile(const RowTile& rows, const Tail& tail, const Panel* panels, int64_t k) {
+template <int kRowTiles, int kPanels, int terms>
+__attribute__((noinline)) void multiply_tiles(const RowTiles& rows, const Tail& tail, const Panel* panels, int64_t k) {
+  constexpr int kRowTile = kRowTiles * kPanels;
+  static_assert(kRowTile + kRowTiles <= kTokenTile);
   const char* token[kPanels];
   int64_t token_stride[kPanels];
   unroll<kPanels>([&](auto p) HINA_INLINE_LAMBDA {
-    amx::zero<p.value>();
     token[p.value] = panels[p.value].first;
     token_stride[p.value] = panels[p.value].n * 4;
   });
-  const auto step = [&](const char* row, int64_t stride) HINA_INLINE_LAMBDA {
-    amx::load<kRowTile>(row, stride);
-    unroll<terms>([&](auto) HINA_INLINE_LAMBDA {
-      unroll<kPanels>([&](auto p) HINA_INLINE_LAMBDA {
-        constexpr int kTile = p.value == kPanels - 1 ? kLastTokenTile : kTokenTile;
-        amx::load<kTile>(token[p.value], token_stride[p.value]);
-        amx::multiply_bf16<p.value, kRowTile, kTile>();
-        token[p.value] += kStepGroups * token_stride[p.value];
+  const int64_t apart = rows.apart * rows.stride;
+  const auto step = [&](const char* row, int64_t stride, int64_t apart) HINA_INLINE_LAMBDA {
+    unroll<terms>([&](auto term) HINA_INLINE_LAMBDA {
+      unroll<kRowTiles>([&](auto r) HINA_INLINE_LAMBDA {
+        if constexpr (term.value == 0) amx::load<kRowTile + r.value>(row + r.value * apart, stride);
+        unroll<kPanels>([&](auto p) HINA_INLINE_LAMBDA {
+          constexpr int kTile = p.value == kPanels - 1 ? kLastTokenTile : kTokenTile;
+          if constexpr (r.value == 0) {
+            amx::load<kTile>(token[p.value], token_stride[p.value]);
+            token[p.value] += kStepGroups * token_stride[p.value];
+          }
+          amx::multiply_bf16<p.value * kRowTiles + r.value, kRowTile + r.value, kTile>();
+        });
       });
     });
   };
-  for (int64_t i = 0; i < k / kStep; ++i) step(rows.first + i * kStep * 2, rows.stride);
-  if (k % kStep != 0) step(tail.bytes[0], 64);
-  unroll<kPanels>([&](auto p) HINA_INLINE_LAMBDA {
-    amx::store<p.value>(panels[p.value].out + rows.at * panels[p.value].n, rows.step * panels[p.value].n * 4);
+  unroll<kRowTile>([](auto sums) HINA_INLINE_LAMBDA { amx::zero<sums.value>(); });
+  for (int64_t i = 0; i < k / kStep; ++i) step(rows.first + i * kStep * 2, rows.stride, apart);
+  if (k % kStep != 0) step(tail.bytes[0], 64, sizeof tail.bytes / 2);
+  unroll<kRowTile>([&](auto sums) HINA_INLINE_LAMBDA {
+    const Panel& panel = panels[sums.value / kRowTiles];
+    const int64_t at = rows.at + sums.value % kRowTiles * rows.apart * rows.step;
+    amx::store<sums.value>(panel.out + at * panel.n, rows.step * panel.n * 4);
   });
 }
 
-template <int terms, int kPanels = 1>
-HINA_INLINE void multiply_panels(const RowTile& rows, const Tail& tail, const Panel* panels, int n_panels, int64_t k,
+template <int terms, int kRowTiles, int kPanels = 1>
+HINA_INLINE void multiply_panels(const RowTiles& rows, const Tail& tail, const Panel* panels, int n_panels, int64_t k,
                                  amx::Config& loaded) {
   if (n_panels == kPanels) {
-    configure<kPanels>(rows.n, panels, loaded);
-    multiply_tile<kPanels, terms>(rows, tail, panels, k);
-  } else if constexpr (kPanels < kMostPanels) {
-    multiply_panels<terms, kPanels + 1>(rows, tail, panels, n_panels, k, loaded);
+    configure<kRowTiles, kPanels>(rows.n, panels, loaded);
+    multiply_tiles<kRowTiles, kPanels, terms>(rows, tail, panels, k);
+  } else if constexpr (kPanels < (kRowTiles == 1 ? kMostPanels : kPairPanels)) {
+    multiply_panels<terms, kRowTiles, kPanels + 1>(rows, tail, panels, n_panels, k, loaded);
   }
 }
 
 template <int terms>
 void multiply(const TileRows* parts, const void* const* panels, int n_tokens, int64_t k, float* out) {
-  const int n_panels = (n_tokens + kPanelTokens - 1) / kPanelTokens;
+  const int n_panels = (n_tokens + kPanelTokens - 1) / kPanelTokens, most = n_panels <= kPairPanels ? 2 : 1;
   const int64_t n_rows = parts[0].n + parts[1].n;
   const auto panel = [&](int p) HINA_INLINE_LAMBDA -> Panel {
     const int first = p * kPanelTokens, left = n_tokens - first;
@@ -138,15 +154,18 @@ void multiply(const TileRows* parts, const void* const* panels, int n_tokens, in
   amx::Config loaded;
   Tail tail;
   for (int part = 0; part < 2; ++part) {
-    for (int i = 0; i * kTileRows < parts[part].n; ++i) {
-      const RowTile rows = row_tile(parts[part], part * parts[0].n, i);
+    for (int i = 0; i * most * kTileRows < parts[part].n; ++i) {
+      const RowTiles rows = row_tiles(parts[part], part * parts[0].n, most, i);
       if (k % kStep != 0) tail.copy(rows, k);
       // Pieces of about the same size.
       for (int p = 0, pieces = (n_panels + kMostPanels - 1) / kMostPanels; pieces > 0; --pieces) {
         const int count = (n_panels - p) / pieces;
         Panel piece[kMostPanels];
         for (int j = 0; j < count; ++j) piece[j] = panel(p + j);
-        multiply_panels<terms>(rows, tail, piece, count, k, loaded);
+        if (rows.tiles == 1)
+          multiply_panels<terms, 1>(rows, tail, piece, count, k, loaded);
+        else
+          multiply_panels<terms, 2>(rows, tail, piece, count, k, loaded);
         p += count;
       }
     }
