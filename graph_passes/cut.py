@@ -25,7 +25,7 @@ import onnxruntime as ort
 from onnx_ir import serde
 
 from graph_passes import contrib_moe
-from graph_passes.external_data import EXTERNAL_BYTES
+from graph_passes.external_data import EXTERNAL_BYTES, release
 from graph_passes.matchers.match import MoeMatch
 from graph_passes.moe_spec import split_field
 
@@ -108,11 +108,14 @@ class Cut:
         for value in self._weights:
             assert value.const_value is not None
             named[self._names[value]] = feeds[value] if value in feeds else value.const_value.numpy()
+        expected = named[self._names[hidden]].shape
         try:
             output = self._compute(named)
         except Exception as error:  # ONNX Runtime has no base class for its errors
             raise CutError(_first_line(error)) from error
-        expected = named[self._names[hidden]].shape
+        named.clear()
+        for value in self._weights:
+            release(value.const_value)
         if output.shape != expected:
             raise CutError(f"its output is {list(output.shape)} for hidden states {list(expected)}")
         return output

@@ -1,62 +1,49 @@
 """Load and save models whose weights may be larger than memory.
 
-`load` maps external weights into memory instead of reading them; `save` writes weights one at a time into one data
-file beside the model and moves both into place only when they are complete.
+`load` maps external weights into memory instead of reading them; `save` streams weights into one data file beside the
+model and moves both into place only when they are complete.
+
+Where data may lie is ONNX Runtime's rule, links followed: beneath the folder of the model, or beneath the folder that a
+link to the model leads to, which is how a Hugging Face cache keeps both; never at an absolute path, nor at one that
+starts with `..`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir import serde
 
 from graph_passes import collector
+from graph_passes.inline_weights import read_model
+from graph_passes.mapped import InlineTensor, MappedTensor
 from graph_passes.staging import new_folder, publish, staging_folder
+from graph_passes.streaming import write_tensor
 
 ALIGNMENT = 4096
 EXTERNAL_BYTES = 1024
 """Tensors of at least this many bytes go to the data file."""
 
 Progress = Callable[[int, int], None]
+"""Called with the bytes written, and those to be written."""
 
 
 class ModelFileError(Exception):
     """A model file cannot be read or written; the message says which, why, and what to do."""
 
 
-class LinkedTensor(ir.ExternalTensor):
-    """External data reached through a link (a Hugging Face cache keeps its files as links into a blob folder).
-
-    It reads the file that the link leads to; `name_in_model` is the location that the model gives.
-    """
-
-    __slots__ = ("folder", "name_in_model")
-
-    def __init__(self, tensor: ir.ExternalTensor) -> None:
-        super().__init__(
-            os.path.realpath(tensor.path),
-            tensor.offset,
-            tensor.length,
-            tensor.dtype,
-            shape=tensor.shape,
-            name=tensor.name,
-            doc_string=tensor.doc_string,
-        )
-        self.folder = tensor.base_dir
-        self.name_in_model = tensor.location
-
-
 def load(path: str | os.PathLike[str]) -> ir.Model:
-    """Read the model at `path`; external weights are memory-mapped when they are first used.
+    """Read the model at `path`; weights are memory-mapped when they are first used, also those inside a large file.
 
     Raises ModelFileError when the model is missing, unreadable or cut off, and when external data is missing, too
-    short, or placed outside the model's folder by an absolute path or `..`.
+    short, or placed where it may not lie.
     """
     path = Path(path)
     if not path.exists():
@@ -64,7 +51,7 @@ def load(path: str | os.PathLike[str]) -> ir.Model:
     if path.is_dir():
         raise ModelFileError(f"{path} is a folder, expected an ONNX file")
     try:
-        proto = onnx.load(os.fspath(path), format="protobuf", load_external_data=False)
+        proto = read_model(path, EXTERNAL_BYTES)
     except DecodeError as error:
         raise ModelFileError(f"{path} is no ONNX model, or it is cut off: download or export it again") from error
     except OSError as error:
@@ -88,7 +75,7 @@ def data_path(path: str | os.PathLike[str]) -> Path:
 
 
 def release(tensor: ir.TensorProtocol | None) -> None:
-    """Unmap `tensor` if it is external: every mapping covers the whole file, and address space is finite."""
+    """Unmap `tensor` if it is external."""
     if isinstance(tensor, ir.ExternalTensor):
         with suppress(BufferError):  # an array still looks into the mapping; it goes when that array goes
             tensor.release()
@@ -97,15 +84,17 @@ def release(tensor: ir.TensorProtocol | None) -> None:
 def save(model: ir.Model, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
     """Write `model` to `path` and its weights to `<path>.data`, at offsets that can be memory-mapped.
 
-    Weights that already lie in external data in the folder of `path` stay where they are. The files are written aside
-    and renamed when both are complete; an interrupt or an error before that leaves what was there, folders included.
-    `progress(done, total)` is called per tensor written. The model itself is unchanged. Raises ModelFileError when a
-    file cannot be written, or when `<path>.data` holds weights of the source.
+    Weights that already lie in external data in the folder of `path` stay where they are, unless a link leads out of
+    it. The files are written aside and renamed when both are complete; an interrupt or an error before that leaves what
+    was there, folders included. The model itself is unchanged. Raises ModelFileError when a file cannot be written,
+    when the disk has no room for it, or when `<path>.data` holds weights of the source.
     """
     path = Path(path)
     folder = path.parent.resolve()
     values = [v for graph in model.graphs() for v in graph.initializers.values() if v.const_value is not None]
     before = [v.const_value for v in values]
+    if any(isinstance(t, InlineTensor) and os.path.realpath(t.path) == os.path.realpath(path) for t in before):
+        raise ModelFileError(f"{path} holds weights of the model being saved; choose another name")
     try:
         with new_folder(folder), staging_folder(folder / path.name) as staged:
             _place_tensors(values, folder, staged / data_path(path).name, progress)
@@ -124,43 +113,65 @@ def save(model: ir.Model, path: str | os.PathLike[str], progress: Progress | Non
 
 
 def _check_external_data(model: ir.Model, path: Path) -> None:
-    """Check every external tensor of `model`, and make those behind links readable."""
-    sizes: dict[str, int] = {}
+    """Check every external tensor of `model`, and give it a MappedTensor; those of attributes are read."""
+    files = _DataFiles(path)
     for graph in model.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = _checked(value.const_value, path, sizes)
+                value.const_value = files.checked(value.const_value)
     for node, name, tensor in _attribute_tensors(model):
         tensor.base_dir = path.parent
-        data = _checked(tensor, path, sizes)
+        data = files.checked(tensor)
         node.attributes[name] = ir.AttrTensor(name, ir.Tensor(data.numpy().copy(), dtype=data.dtype, name=data.name))
 
 
-def _checked(tensor: ir.ExternalTensor, path: Path, sizes: dict[str, int]) -> ir.ExternalTensor:
-    """Return `tensor`, or a LinkedTensor where onnx_ir refuses links; `sizes` remembers files already looked at."""
-    location = os.fspath(tensor.location)
-    if os.path.isabs(location) or os.path.normpath(location).split(os.sep)[0] == os.pardir:
-        raise ModelFileError(
-            f"{path}: tensor {tensor.name} lies in {location!r}, outside the model's folder; "
-            "move the data beside the model and correct its location"
-        )
-    if location not in sizes:
+class _DataFiles:
+    """The data files of the model `path`; each is looked at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folders = {os.path.realpath(path.parent), os.path.dirname(os.path.realpath(path))}
+        self._sizes: dict[str, int] = {}
+
+    def checked(self, tensor: ir.ExternalTensor) -> MappedTensor:
+        """`tensor`, which may be mapped; ModelFileError, naming it and its file, when it may not."""
+        location = os.fspath(tensor.location)
+        if location not in self._sizes:
+            self._sizes[location] = self._size(tensor, location)
+        size, end = self._sizes[location], (tensor.offset or 0) + tensor.nbytes
+        if (tensor.length or tensor.nbytes) != tensor.nbytes or end > size:
+            raise ModelFileError(
+                f"{self._path}: tensor {tensor.name} needs bytes {tensor.offset or 0} to {end} of {location}, which "
+                f"holds {size} bytes (length given: {tensor.length}); the file is cut off or belongs to another model"
+            )
+        return InlineTensor.of(tensor) if location == self._path.name else MappedTensor.of(tensor)
+
+    def _size(self, tensor: ir.ExternalTensor, location: str) -> int:
+        if not location or os.path.isabs(location) or os.path.normpath(location).split(os.sep)[0] == os.pardir:
+            raise ModelFileError(
+                f"{self._path}: tensor {tensor.name} lies in {location!r}, outside the model's folder; "
+                "move the data beside the model and correct its location"
+            )
         try:
-            sizes[location] = os.stat(tensor.path).st_size
+            status = os.stat(tensor.path)
         except OSError as error:
             raise ModelFileError(
-                f"{path}: its external data file {location} cannot be read ({error.strerror}); put it beside the model"
+                f"{self._path}: its external data file {location} cannot be read ({error.strerror}); "
+                "put it beside the model"
             ) from error
-    end = (tensor.offset or 0) + tensor.nbytes
-    if (tensor.length or tensor.nbytes) != tensor.nbytes or end > sizes[location]:
-        raise ModelFileError(
-            f"{path}: tensor {tensor.name} needs bytes {tensor.offset or 0} to {end} of {location}, which holds "
-            f"{sizes[location]} bytes (length given: {tensor.length}); the file is cut off or belongs to another model"
-        )
-    linked = os.path.realpath(tensor.path) != os.path.join(
-        os.path.realpath(tensor.base_dir), os.path.normpath(location)
-    )
-    return LinkedTensor(tensor) if linked or os.stat(tensor.path).st_nlink > 1 else tensor
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFileError(f"{self._path}: its external data {location} is no file; put it beside the model")
+        real = os.path.realpath(tensor.path)
+        if not any(_lies_beneath(real, folder) for folder in self._folders):
+            raise ModelFileError(
+                f"{self._path}: its external data file {location} is a link to {real}, outside the model's folder, "
+                "which ONNX Runtime does not follow; put the file itself, or a hard link, beside the model"
+            )
+        return status.st_size
+
+
+def _lies_beneath(real: str, folder: str) -> bool:
+    return real.startswith(os.path.join(folder, ""))
 
 
 def _attribute_tensors(model: ir.Model) -> Iterator[tuple[ir.Node, str, ir.ExternalTensor]]:
@@ -175,54 +186,83 @@ def _attribute_tensors(model: ir.Model) -> Iterator[tuple[ir.Node, str, ir.Exter
 
 def _place_tensors(values: list[ir.Value], folder: Path, data: Path, progress: Progress | None) -> None:
     """Point every value at its tensor's final place in `folder`; write those that have none yet to the file `data`."""
-    to_write: dict[int, ir.TensorProtocol] = {}
-    places: dict[int, ir.ExternalTensor] = {}
+    to_write: dict[object, ir.TensorProtocol] = {}
+    places: dict[object, ir.ExternalTensor] = {}
+    locations: dict[str, str | None] = {}
     for value in values:
         tensor = value.const_value
         assert tensor is not None
-        if isinstance(tensor, ir.ExternalTensor) and (location := _location_in(tensor, folder)) is not None:
+        if isinstance(tensor, ir.ExternalTensor) and tensor.path not in locations:
+            locations[tensor.path] = _location_in(tensor, folder)
+        if isinstance(tensor, ir.ExternalTensor) and (location := locations[tensor.path]) is not None:
             if location == data.name:
                 raise ModelFileError(
                     f"{data.name} in {folder} holds weights of the model being saved and would be overwritten; "
                     "choose another name"
                 )
-            places[id(tensor)] = _external(location, tensor.offset, tensor)
+            places[_data_of(tensor)] = _external(location, tensor.offset, tensor)
         elif tensor.nbytes >= EXTERNAL_BYTES and tensor.dtype != ir.DataType.STRING:
-            to_write[id(tensor)] = tensor
+            to_write[_data_of(tensor)] = tensor
         elif isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
             release(tensor)
     if to_write:
-        total, done = len(to_write), 0
-
-        def written(tensor: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total)
-
-        placed = ir.external_data.convert_tensors_to_external(
-            list(to_write.values()),
-            data.parent,
-            data.name,
-            callback=written,
-            alignment=ALIGNMENT,
-            align_threshold=EXTERNAL_BYTES - 1,
-        )
-        for key, tensor in zip(to_write, placed, strict=True):
-            places[key] = _external(data.name, tensor.offset, tensor)
+        places |= zip(to_write, _write(list(to_write.values()), data, progress), strict=True)
     for value in values:
         tensor = value.const_value
-        if place := places.get(id(tensor)):
-            value.const_value = _external(place.location, place.offset, place, name=value.name)
+        assert tensor is not None
+        if place := places.get(_data_of(tensor)):
+            value.const_value = _external(place.location, place.offset, tensor, name=value.name)
+
+
+def _data_of(tensor: ir.TensorProtocol) -> object:
+    """What tensors with the same data have in common: where it lies in a file, or the object that holds it."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return tensor.path, tensor.offset or 0, tensor.nbytes
+    return id(tensor)
+
+
+def _write(tensors: list[ir.TensorProtocol], data: Path, progress: Progress | None) -> list[ir.ExternalTensor]:
+    """Write the tensors to the new file `data`, one behind the other, each at a page boundary; return their places."""
+    places, end = [], 0
+    for tensor in tensors:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        places.append(_external(data.name, offset, tensor))
+        end = offset + tensor.nbytes
+    _require_room(data.parent, end)
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    with data.open("wb") as file:
+        for tensor, place in zip(tensors, places, strict=True):
+            file.seek(place.offset or 0)
+            write_tensor(tensor, file, written)
+            release(tensor)
+    return places
+
+
+def _require_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"it needs {needed:,} bytes for weights, and its disk has {free:,} free; make room, or choose another disk"
+        )
 
 
 def _location_in(tensor: ir.ExternalTensor, folder: Path) -> str | None:
-    """Location of `tensor` as a model in `folder` would give it, or None when it lies elsewhere."""
-    base, location = tensor.base_dir, tensor.location
-    if isinstance(tensor, LinkedTensor):
-        base, location = tensor.folder, tensor.name_in_model
-    return os.path.normpath(location) if os.path.realpath(base) == os.fspath(folder) else None
+    """Location of `tensor` as a model in `folder` would give it, or None when it lies elsewhere or a link leads out."""
+    beside = os.path.realpath(tensor.base_dir) == os.fspath(folder)
+    inside = (
+        beside
+        and not isinstance(tensor, InlineTensor)
+        and _lies_beneath(os.path.realpath(tensor.path), os.fspath(folder))
+    )
+    return os.path.normpath(tensor.location) if inside else None
 
 
 def _external(

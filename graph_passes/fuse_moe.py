@@ -11,11 +11,10 @@ After the rewrite the nodes and initializers that only served the old block are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
@@ -23,6 +22,7 @@ from graph_passes.external_data import release
 from graph_passes.matchers.match import MoeMatch, WeightSource
 from graph_passes.moe_spec import FIELDS, MoeSpec, split_field
 from graph_passes.op_schema import ATTRIBUTES, DOMAIN, FLOAT_TYPES, INPUTS, OP_TYPE, OPSET_VERSION
+from graph_passes.streaming import ChunkedTensor
 
 
 def check(match: MoeMatch) -> None:
@@ -164,24 +164,21 @@ class UniqueNames:
         return name
 
 
-class StackedExperts(ir.LazyTensor):
+class StackedExperts(ChunkedTensor):
     """One expert per source as one tensor `[E, *shape]`, computed when it is read; `expert` reads a single one."""
 
     __slots__ = ("_each", "_sources")
 
     def __init__(self, sources: tuple[WeightSource, ...], shape: tuple[int, ...], name: str) -> None:
-        super().__init__(self._stack, sources[0].dtype, ir.Shape((len(sources), *shape)), name=name)
+        super().__init__(self._experts, sources[0].dtype, ir.Shape((len(sources), *shape)), name=name)
         self._sources, self._each = sources, shape
 
     def expert(self, index: int) -> npt.NDArray[Any]:
         """The tensor of one expert, a copy."""
         return _read(self._sources[index], self._each)
 
-    def _stack(self) -> ir.TensorProtocol:
-        stacked = np.empty((len(self._sources), *self._each), self.dtype.numpy())
-        for index, row in enumerate(stacked):
-            row[...] = self.expert(index)
-        return ir.Tensor(stacked, dtype=self.dtype)
+    def _experts(self) -> Iterator[npt.NDArray[Any]]:
+        return (self.expert(index) for index in range(len(self._sources)))
 
 
 class _Builder:

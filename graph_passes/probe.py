@@ -144,5 +144,7 @@ class _Experts:
         self._shape = match.field_shape(name)
 
     def __getitem__(self, expert: int) -> npt.NDArray[Any]:
-        weights: npt.NDArray[Any] = self._sources[expert].tensor().numpy().reshape(self._shape)
+        source = self._sources[expert]
+        weights: npt.NDArray[Any] = np.array(source.tensor().numpy()).reshape(self._shape)
+        release(source.value.const_value)
         return weights

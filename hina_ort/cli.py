@@ -117,6 +117,50 @@ def convert(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A local Hugging Face folder: config.json and safetensors.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    task: Annotated[str, typer.Option(help="What the model is for.")] = "text-generation-with-past",
+    weights: Annotated[str, typer.Option(metavar="TYPE", help=f"Type of the experts' weights: {_TYPES}.")] = "keep",
+    dense: Annotated[
+        str, typer.Option("--dense-weights", metavar="TYPE", help="Type of other matrices: f32, f16, int8, int4.")
+    ] = "f32",
+    opset: Annotated[int, typer.Option(metavar="N", help="Version of the ONNX operators: 18 to 23.")] = 21,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the shards that are read, instead of hard links.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+) -> None:
+    """Export CHECKPOINT as an ONNX model with HinaMoE nodes, whose experts stay where they lie; needs transformers 5.
+
+    Exit codes: 0, 2 wrong usage, 1 any other error.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+        from hina_ort.export.command import export as run
+
+        report = run(
+            checkpoint,
+            out,
+            task=task,
+            weights=weights,
+            dense=dense,
+            opset=opset,
+            copy=copy,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(report.to_dict())
+    elif not quiet:
+        from hina_ort.export.show import show_export
+
+        show_export(report)
+
+
+@app.command()
 def unfuse(
     src: Annotated[
         Path, typer.Argument(metavar="SRC", help="A converted model file, or a folder with its model.onnx.")
@@ -150,10 +194,13 @@ def inspect(
         typer.Option(metavar="NODE", help="Show the block at a node, value or module, or where its pattern broke."),
     ] = None,
     html: Html = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the memory, and say how fast decoding can be at most.")
+    ] = False,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
-    """List the MoE blocks of MODEL with their MoeSpec and bytes, or explain one place.
+    """List the MoE blocks of MODEL with their MoeSpec and bytes, and what MODEL takes of memory, or explain one place.
 
     Exit codes: 0, 2 wrong usage (nothing is called NODE, say), 1 any other error.
     """
@@ -164,7 +211,9 @@ def inspect(
 
         if explain is not None and html is not None:
             raise UsageError("--explain and --html do not go together; run inspect once with each")
-        found = inspect_model(model, html=html) if explain is None else explain_node(model, explain)
+        if explain is not None and measure:
+            raise UsageError("--explain and --measure do not go together; run inspect once with each")
+        found = inspect_model(model, html=html, measure=measure) if explain is None else explain_node(model, explain)
     if as_json:
         _print_json(found.to_dict())
     elif not quiet:
@@ -177,14 +226,76 @@ def inspect(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Show versions, CPU features, the instruction set chosen and why, threads and container limits.
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a folder with model.onnx.")],
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to go on with.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the prompt from FILE; -: from standard input.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a question: apply the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token; 1: by the model's chances.")] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Choose among so many likeliest tokens.", show_default=False)
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this chance together.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Chance that can be repeated.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: all usable.", show_default=False)] = None,
+    experts_stats: Annotated[bool, typer.Option("--experts-stats", help="Count the tokens of each expert.")] = False,
+    heatmap: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --experts-stats: draw them as PNG.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the text only, and errors.")] = False,
+) -> None:
+    """Go on with PROMPT, as text on stdout while it comes; speed and expert counts go to stderr.
 
-    Exit codes: 0 all is well, 1 something keeps hina-ort from running.
+    MODEL needs its tokenizer.json beside it. Exit codes: 0, 2 wrong usage, 1 any other error, 130 Ctrl-C, which leaves
+    the text so far.
     """
-    from hina_ort.doctor import diagnose
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _clear_errors():
+        from hina_ort.generation.command import run_generate
+        from hina_ort.generation.show import show_generation, warn, write
 
-    found = diagnose()
+        report = run_generate(
+            model,
+            prompt,
+            prompt_file=prompt_file,
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            threads=threads,
+            experts_stats=experts_stats,
+            heatmap=heatmap,
+            **({} if as_json else {"write": write}),
+            **({} if as_json or quiet else {"warn": warn}),
+        )
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        show_generation(report, quiet=quiet)
+    raise typer.Exit(EXIT_INTERRUPTED if report.finish == "interrupted" else 0)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="Show on which NUMA nodes a converted model's weights are.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show versions, CPU features, the instruction set chosen and why, threads, NUMA nodes and container limits.
+
+    Exit codes: 0 all is well, 1 something keeps hina-ort from running, 2 wrong usage.
+    """
+    with _clear_errors():
+        from hina_ort.doctor import diagnose
+
+        found = diagnose(model)
     if as_json:
         _print_json(found)
     else:
@@ -192,6 +303,29 @@ def doctor(as_json: Json = False) -> None:
 
         show_diagnosis(found)
     raise typer.Exit(EXIT_ERROR if found["problems"] else 0)
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_command(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A program and its arguments.")],
+    numa: Annotated[
+        str, typer.Option(metavar="MODE", help="off, auto, interleave, bind or copy, as HINA_NUMA.")
+    ] = "interleave",
+    model: Annotated[
+        list[Path] | None, typer.Option(metavar="MODEL", help="Spread this model's weights before. May be repeated.")
+    ] = None,
+) -> None:
+    """Run COMMAND with HINA_NUMA set; with interleave its memory, and MODEL's weights, are spread over all NUMA nodes.
+
+    Exit codes: those of COMMAND; 127 it was not found, 126 it cannot be run, 2 wrong usage, 1 any other error.
+    """
+    with _clear_errors():
+        from hina_ort.numa.command import CommandError, run
+
+        try:
+            run(numa, model or (), command, lambda text: typer.echo(f"warning: {text}", err=True))
+        except CommandError as error:
+            _fail(str(error), error.code)
 
 
 def _exit_code(report: ConversionReport) -> int:
@@ -270,17 +404,22 @@ def _progress(*, shown: bool) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    from hina_ort.files import BYTE_STAGES
+    from hina_ort.tables import size
+
+    texts = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}")]
+    times = [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*texts, *times, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def advance(stage: str, done: int, total: int) -> None:
+            count = f"{size(done)}/{size(total)}" if stage in BYTE_STAGES else f"{done}/{total}"
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = bars.add_task(stage, total=total, count=count)
+            bars.update(tasks[stage], completed=done, total=total, count=count)
 
         yield advance
 
@@ -304,7 +443,9 @@ def bench_layer(
     threads: Annotated[
         int | None, typer.Option(help="Threads of every engine. Default: all usable.", show_default=False)
     ] = None,
-    versus: Annotated[str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm, vectors.")] = "ort",
+    versus: Annotated[
+        str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm, vectors, numa-off.")
+    ] = "ort",
     skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' popularity; 0: uniform.")] = 0.0,
     block: Annotated[
         int | None, typer.Option(help="Weights that share a scale; 0: a row. Default: 32.", show_default=False)
@@ -417,5 +558,36 @@ def bench_model(
         from rich.console import Console
 
         from hina_ort.bench.model_show import show_model
+
+        show_model(result, Console())
+
+
+@bench.command("numa")
+def bench_numa(
+    memory: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Of one socket's memory, read by its own cores.")
+    ] = None,
+    link: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Of one socket's memory, read by the other's cores.")
+    ] = None,
+    local: Annotated[float, typer.Option(metavar="NS", help="Latency of a socket's own memory.")] = 107.0,
+    remote: Annotated[float, typer.Option(metavar="NS", help="Latency of the other's.")] = 188.0,
+    cores: Annotated[int, typer.Option(help="Of one socket.")] = 48,
+    as_json: Json = False,
+) -> None:
+    """Predict, without measuring, what local reads are worth on two sockets: yours, or some that are known.
+
+    Exit codes: 0, 2 wrong usage.
+    """
+    with _clear_errors():
+        from hina_ort.bench.numa_model import own_machine, run_numa
+
+        result = run_numa(own_machine(memory, link, local, remote, cores))
+    if as_json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        from hina_ort.numa.show import show_model
 
         show_model(result, Console())

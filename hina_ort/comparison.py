@@ -25,7 +25,7 @@ from hina_ort.session import session_options
 
 Array = npt.NDArray[Any]
 
-_NUMPY_TYPES: dict[str, npt.DTypeLike] = {
+NUMPY_TYPES: dict[str, npt.DTypeLike] = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(bfloat16)": ml_dtypes.bfloat16,
@@ -34,6 +34,7 @@ _NUMPY_TYPES: dict[str, npt.DTypeLike] = {
     "tensor(int32)": np.int32,
     "tensor(bool)": np.bool_,
 }
+"""By ONNX Runtime's name of the type of a tensor."""
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -242,9 +243,9 @@ def random_inputs(
     total = max((shape[-1] for name, shape in shapes.items() if "attention_mask" in name and shape), default=0)
     inputs: dict[str, Array] = {}
     for arg in signature:
-        if arg.type not in _NUMPY_TYPES:
+        if arg.type not in NUMPY_TYPES:
             raise CheckError(f"input {arg.name} has type {arg.type}, for which no random values can be made")
-        shape, dtype = shapes[arg.name], np.dtype(_NUMPY_TYPES[arg.type])
+        shape, dtype = shapes[arg.name], np.dtype(NUMPY_TYPES[arg.type])
         if dtype == np.bool_ or "mask" in arg.name:
             values: Array = np.ones(shape)
         elif dtype.kind in "iu" and "position" in arg.name:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graph_passes import external_data
 from graph_passes.explain import Place, describe, describe_node
+from graph_passes.mapped import bounded
 from graph_passes.matchers.match import Miss, MoeMatch
 from graph_passes.moe_node import all_nodes, is_hina_moe, spec_of
 from graph_passes.normalize.inlining import inlined
@@ -127,6 +128,7 @@ class ConversionReport:
         }
 
 
+@bounded()
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hina_ort import __version__
-from hina_ort.runtime import cpu_info, get_library_path, query
+from hina_ort.runtime import cpu_info, get_library_path, query, topology
 from hina_ort.session import session_options
 
 # cgroup v1 says "no limit" with the largest multiple of a page below 2^63.
 _V1_UNLIMITED = 1 << 62
 
 
-def diagnose() -> dict[str, Any]:
-    """Everything that `hina-ort doctor` shows; `problems` lists in words what keeps hina-ort from running."""
+def diagnose(model: Path | None = None) -> dict[str, Any]:
+    """Everything that `hina-ort doctor` shows; `problems` lists in words what keeps hina-ort from running.
+
+    Raises what `model_placement` does, when the weights of `model` are to be looked for.
+    """
     problems: list[str] = []
     affinity = sorted(os.sched_getaffinity(0))
     container = _container()
@@ -24,7 +28,7 @@ def diagnose() -> dict[str, Any]:
         "version": __version__,
         "library": _library(problems),
         "onnxruntime": _onnxruntime(problems),
-        "cpu": _cpu(),
+        "cpu": _asked(cpu_info),
         "threads": {
             "cpus": os.cpu_count(),
             "affinity": affinity,
@@ -32,6 +36,8 @@ def diagnose() -> dict[str, Any]:
         },
         "container": container,
         "memory": _memory(Path("/proc/meminfo")),
+        "numa": _numa(problems),
+        "placement": _placement(model),
         "problems": problems,
     }
 
@@ -110,11 +116,27 @@ def _onnxruntime(problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _cpu() -> dict[str, Any] | None:
+def _asked(question: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """The library's answer."""
     try:
-        return cpu_info()
-    except OSError:
-        return None  # the missing library is told already
+        return question()
+    except (OSError, KeyError):
+        return None  # it is missing, or of a version that does not know the question: told already
+
+
+def _numa(problems: list[str]) -> dict[str, Any] | None:
+    found = _asked(topology)
+    if found is not None and found["error"]:
+        problems.append(found["error"])
+    return found
+
+
+def _placement(model: Path | None) -> dict[str, Any] | None:
+    if model is None:
+        return None
+    from hina_ort.numa.placement import model_placement
+
+    return model_placement(model)
 
 
 def _memory(meminfo: Path) -> dict[str, int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,15 @@ import onnx_ir as ir
 
 from graph_passes import external_data
 from graph_passes.external_data import ModelFileError
+from graph_passes.mapped import InlineTensor
 from graph_passes.staging import publish, restored_on_error, staging_folder
 
 MODEL_NAME = "model.onnx"
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total)."""
+"""Called as progress(stage, done, total): bytes in a stage of BYTE_STAGES."""
+
+BYTE_STAGES = ("writing",)
 
 
 class UsageError(ValueError):
@@ -103,10 +106,18 @@ def resolve(src: Path, dst: Path, overwrite: bool, model_name: str = MODEL_NAME)
 
 
 def refuse_weights_as_target(paths: Paths, data_files: set[Path]) -> None:
-    """Raise UsageError when writing DST would overwrite a data file of SRC, also one that a link leads to."""
-    for path in (paths.destination, external_data.data_path(paths.destination)):
+    """Raise UsageError when writing DST would overwrite weights: of SRC, also those that a link leads to, or of others.
+
+    Others are the models beside DST: one that was converted beside its source reads the data file of that.
+    """
+    data = external_data.data_path(paths.destination)
+    for path in (paths.destination, data):
         if path.resolve() in data_files:
             raise UsageError(f"{path} holds the weights of {paths.source}; name another DST")
+    for model in sorted(data.parent.glob("*.onnx")) if data.exists() else ():
+        with suppress(ModelFileError):
+            if model.name != paths.destination.name and data.resolve() in external_bytes(external_data.load(model)):
+                raise UsageError(f"{data} holds weights of {model} as well; name another DST")
 
 
 @contextmanager
@@ -137,7 +148,9 @@ def copy_side_files(source: Path, folder: Path, data_files: set[Path]) -> None:
 def external_bytes(model: ir.Model) -> dict[Path, int]:
     """The data files, links resolved, that initializers of `model` lie in, and the bytes that these take there."""
     tensors = (v.const_value for graph in model.graphs() for v in graph.initializers.values())
-    places = {(Path(t.path).resolve(), t.offset, t.nbytes) for t in tensors if isinstance(t, ir.ExternalTensor)}
+    outside = [t for t in tensors if isinstance(t, ir.ExternalTensor) and not isinstance(t, InlineTensor)]
+    files = {path: Path(path).resolve() for path in {t.path for t in outside}}
+    places = {(files[t.path], t.offset, t.nbytes) for t in outside}
     found: dict[Path, int] = {}
     for path, _, count in places:
         found[path] = found.get(path, 0) + count

@@ -147,6 +147,14 @@ def axis_sizes(folder: Path) -> dict[str, int]:
     return {}
 
 
+def shares_cache(folder: Path) -> bool:
+    """Whether the decoder in `folder` may write its cache where it read it, in buffers as long as the whole text."""
+    with suppress(OSError, ValueError, RecursionError):
+        values = json.loads((folder / CONFIG_NAME).read_bytes())
+        return _section(values, "search").get("past_present_share_buffer") is True
+    return False
+
+
 def dropped_experts(folder: Path, model_name: str) -> list[Miss]:
     """The refusal of the decoder `model_name` in `folder` when its builder drops what is to be fused, else nothing."""
     with suppress(OSError, ValueError, RecursionError):

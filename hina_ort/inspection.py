@@ -15,6 +15,7 @@ from graph_passes.names import NamingError
 from graph_passes.normalize.inlining import inlined
 from graph_passes.pipeline import find_blocks, find_in_calls
 from hina_ort.files import UsageError, blaming, find_model
+from hina_ort.memory_plan import MemoryPlan, Sizes, plan
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,30 @@ class Block:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The model file, its size in nodes and in bytes of weights, and its MoE blocks."""
+    """The model file, its size in nodes and in bytes of weights, its MoE blocks, and what it takes of memory."""
 
     model: str
     nodes: int
     weight_bytes: int
     blocks: list[Block]
+    memory: MemoryPlan
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are documented in docs/cli.md."""
-        return {**vars(self), "blocks": [block.to_dict() for block in self.blocks]}
+        return {
+            **vars(self),
+            "blocks": [block.to_dict() for block in self.blocks],
+            "memory": self.memory.to_dict(),
+        }
 
 
-def inspect_model(path: str | os.PathLike[str], *, html: str | os.PathLike[str] | None = None) -> Inspection:
+def inspect_model(
+    path: str | os.PathLike[str], *, html: str | os.PathLike[str] | None = None, measure: bool = False
+) -> Inspection:
     """List the MoE blocks of the model `path` (a file, or a folder with model.onnx); `html` names a page to write.
 
-    Raises ModelFileError when the model cannot be read, UsageError or OSError when the page cannot be written.
+    With `measure` the memory's bandwidth is measured too. Raises ModelFileError when the model cannot be read,
+    UsageError or OSError when the page cannot be written, and CheckError when the memory cannot be measured.
     """
     source = find_model(Path(path))
     if html is not None:
@@ -71,14 +80,15 @@ def inspect_model(path: str | os.PathLike[str], *, html: str | os.PathLike[str] 
     model = external_data.load(source)
     count = sum(1 for _ in all_nodes(model))
     model = inlined(model)
+    sizes = Sizes.of(model, source.parent)
     nodes = list(model.graph.all_nodes())
-    constants = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]
-    size = sum(constant.nbytes for constant in constants if constant is not None)
     places = [describe_node(node, pictures=html is not None) for node in nodes if is_hina_moe(node)]
     with blaming(source):
         found = [*find_blocks(model), *(item for _, item in find_in_calls(model))]
         places += [describe(item, pictures=html is not None) for item in found]
-    inspection = Inspection(str(source), count, size, [Block.of(place) for place in places])
+    memory = plan(sizes, places, source.parent, measure=measure)
+    blocks = [Block.of(place) for place in places]
+    inspection = Inspection(str(source), count, sizes.weights, blocks, memory)
     if html is not None:
         write(Path(html), inspection_page(inspection, places))
     return inspection

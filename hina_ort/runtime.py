@@ -37,7 +37,7 @@ def _library(path: str) -> ctypes.CDLL:
 
 
 def query(topic: str) -> Any:
-    """What the library says about `topic`: "cpu_info", "op_schema", "kernels" or "version".
+    """What the library says about `topic`: "cpu_info", "op_schema", "kernels", "topology" or "version".
 
     Raises FileNotFoundError when the library is missing, OSError when it cannot be loaded, KeyError for an unknown
     topic.
@@ -55,4 +55,23 @@ def cpu_info() -> dict[str, Any]:
     Errors are those of `query`.
     """
     answer: dict[str, Any] = query("cpu_info")
+    return answer
+
+
+def topology() -> dict[str, Any]:
+    """NUMA nodes with their CPUs and memory, what this process may use of them, and how `HINA_NUMA` is understood.
+
+    The keys are those of `numa` in docs/cli.md, errors those of `query`.
+    """
+    answer: dict[str, Any] = query("topology")
+    return answer
+
+
+def placement(address: int, size: int) -> dict[str, Any]:
+    """Where `size` bytes of this process from `address` on are, as the library sees a matrix of weights.
+
+    Keys: `pattern` ("interleaved", "one node", "none", "not resident" or "refused"), `nodes` in the order of the pages,
+    `page_bytes` that are together on a node, `huge_pages`, `sampled`, `resident` and `fits` (pages), and `reason`.
+    """
+    answer: dict[str, Any] = query(f"placement {address} {size}")
     return answer

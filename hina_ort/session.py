@@ -35,8 +35,15 @@ def is_registered(session_options: SessionOptions) -> bool:
     return True
 
 
-def session_options() -> SessionOptions:
-    """New `onnxruntime.SessionOptions` with HinaMoE registered; errors are those of `register`."""
+def session_options(numa: str | None = None) -> SessionOptions:
+    """New `onnxruntime.SessionOptions` with HinaMoE registered; errors are those of `register`.
+
+    `numa` is off, auto, interleave, bind or copy, see docs/numa.md; the variable HINA_NUMA counts more. It is the
+    config entry hina.numa, which has to be there before HinaMoE is registered.
+    """
     from onnxruntime import SessionOptions
 
-    return register(SessionOptions())
+    options = SessionOptions()
+    if numa is not None:
+        options.add_session_config_entry("hina.numa", numa)
+    return register(options)

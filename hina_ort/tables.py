@@ -15,6 +15,7 @@ from graph_passes.pipeline import FusedBlock
 from hina_ort.comparison import in_words
 from hina_ort.conversion import ConversionReport
 from hina_ort.inspection import Inspection
+from hina_ort.memory_plan import MemoryPlan
 from hina_ort.weights import NodeWeights
 
 
@@ -161,7 +162,6 @@ def show_inspection(found: Inspection) -> None:
     console.print(f"{escape(found.model)}: {found.nodes} nodes, {size(found.weight_bytes)} of weights", soft_wrap=True)
     if not found.blocks:
         console.print("no MoE blocks found; --explain NODE says what the patterns look for at a node")
-        return
     for block in found.blocks:
         text = block.spec.summary() if block.spec else block.reason or ""
         weights = "" if block.bytes is None else f"; {size(block.bytes)} of expert weights"
@@ -169,6 +169,30 @@ def show_inspection(found: Inspection) -> None:
         console.print(f"[bold]{block.state}[/]{family} {escape(block.node)}: {escape(text)}{weights}", highlight=False)
         _show_note(console, block.node, block.note)
     _show_hint(console, found.model, [block.node for block in found.blocks if block.state == "refused"])
+    for line in _memory(found.memory):
+        console.print(line, highlight=False, soft_wrap=True)
+    for warning in found.memory.warnings:
+        console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+def _memory(plan: MemoryPlan) -> Iterator[str]:
+    """What a model takes of memory, and what that means for its speed."""
+    shared = f", {size(plan.shared_expert_bytes)} of shared experts" if plan.shared_expert_bytes else ""
+    yield f"weights: {size(plan.expert_bytes)} of experts{shared}, {size(plan.dense_bytes)} of other weights"
+    if plan.cache_bytes_per_token or plan.state_bytes:
+        state = f", and {size(plan.state_bytes)} whatever its length" if plan.state_bytes else ""
+        full = plan.cache_bytes_per_token * (plan.context or 0)
+        most = f"; {size(full)} for {plan.context} tokens" if full else ""
+        yield f"cache of a sequence: {size(plan.cache_bytes_per_token)} per token{state}{most}"
+    yield f"a token of decoding reads {size(plan.decode_bytes_per_token)} of weights, and its cache"
+    if plan.read_bytes_per_second is None or plan.ceiling_tokens_per_second is None:
+        yield "how fast that can be at most on this machine: --measure"
+    else:
+        yield (
+            f"this machine reads {plan.read_bytes_per_second / 1e9:.1f} GB/s: at most "
+            f"{plan.ceiling_tokens_per_second:.1f} tokens/s of one sequence with little in its cache; a ceiling, "
+            "not a prediction"
+        )
 
 
 def _show_note(console: Console, block: str, note: str) -> None:
@@ -268,7 +292,13 @@ def show_diagnosis(found: dict[str, Any]) -> None:
     memory_found = found["memory"]
     total, available = size(memory_found["total_bytes"]), size(memory_found["available_bytes"])
     table.add_row("memory", f"{available} available of {total}")
+    from hina_ort.numa.show import rows, show_placement  # it needs this module
+
+    for name, text in rows(found["numa"]) if found["numa"] else ():
+        table.add_row(name, text)
     console = Console()
     console.print(table)
+    if found["placement"]:
+        show_placement(found["placement"], found["numa"])
     for problem in found["problems"]:
         console.print(f"[red]problem[/] {escape(problem)}", highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graph_passes import external_data
+from graph_passes.mapped import bounded
 from graph_passes.moe_node import all_nodes
 from graph_passes.unfuse import UnfusedBlock, unfuse_model
 from hina_ort.files import (
@@ -55,6 +56,7 @@ class UnfusingReport:
         }
 
 
+@bounded()
 def unfuse(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

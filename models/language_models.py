@@ -102,12 +102,28 @@ def build_qwen3_5(seed: int = 0) -> Any:
     return _random(Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**_QWEN3_5)), seed)
 
 
-def build(architecture: str, seed: int = 0) -> Any:
-    """Build the model in evaluation mode; no two layers and no two experts are alike."""
+def build_llama4(seed: int = 0, **changes: Any) -> Any:
+    """Build a Llama-4 with text and vision part; `changes` are settings of the text part."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    sides = ("hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim")
+    vision = {**dict.fromkeys(sides, 32), "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    text = {**settings("llama4"), **_COMMON, **changes}
+    config = Llama4Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    return _random(Llama4ForConditionalGeneration(config), seed)
+
+
+def build(architecture: str, seed: int = 0, **changes: Any) -> Any:
+    """Build the model in evaluation mode; no two layers and no two experts are alike.
+
+    `changes` are settings of the configuration that replace those of the tables here.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(architecture, **{**settings(architecture), **_COMMON, **MODELS[architecture]})
+    own = _QWEN3_5["text_config"] if architecture == "qwen3_5_moe_text" else MODELS.get(architecture, {})
+    tables = {**settings(architecture.removesuffix("_text")), **_COMMON, **own}
+    config = AutoConfig.for_model(architecture, **{**tables, **changes})
     torch.manual_seed(seed)
     return _random(AutoModelForCausalLM.from_config(config), seed)
 

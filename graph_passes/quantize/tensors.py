@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from graph_passes.external_data import release
 from graph_passes.fuse_moe import StackedExperts
 from graph_passes.quantize.formats import WeightFormat
 from graph_passes.quantize.rtn import WeightError, cast, check_cast, check_mxfp4, fits_float16, quantise
+from graph_passes.streaming import Array, ChunkedTensor
 
 Target = ir.DataType | WeightFormat
 """What weights become: a float type or a format of quantised weights."""
@@ -118,8 +117,8 @@ class Conversion:
 class _Tensor:
     """One tensor, a matrix or a stack of them, and the tensors that it becomes.
 
-    These are computed together when the first of them is read, and each is let go once it is read, so that saving a
-    model holds one tensor in its new form and one matrix in its old.
+    The first of these, the values or codes, is computed matrix by matrix whenever it is read, and what belongs to it is
+    kept until that is read, once: saving a model holds one matrix in its old form and its new, and scales of a tensor.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class _Tensor:
         self.matrices = math.prod(leading)
         self.squared_error: float | None = None  # None until computed
         self.squared_norm = 0.0
-        self._held: dict[str, npt.NDArray[Any]] = {}
+        self._held: dict[str, Array] = {}
 
     def measure(self, tick: Tick) -> bool:
         """Whether every scale, if there are any, is zero or a normal float16."""
@@ -160,36 +159,40 @@ class _Tensor:
 
         def take(part: str) -> ir.TensorProtocol:
             if part not in self._held:
-                made = {
-                    name: np.empty((*self.leading, *shape), dtype.numpy()) for name, (dtype, shape) in places.items()
-                }
-                self._fill(list(made.values()), tick)
-                self._held = made
+                for _ in self._fill(places, tick):
+                    pass
             return ir.Tensor(self._held.pop(part), dtype=places[part][0])
 
-        return {
-            part: ir.LazyTensor(partial(take, part), dtype, ir.Shape((*self.leading, *shape)))
-            for part, (dtype, shape) in places.items()
-        }
+        def lazy(part: str, dtype: ir.DataType, shape: ir.Shape) -> ir.LazyTensor:
+            if not part:
+                return ChunkedTensor(partial(self._fill, places, tick), dtype, shape)
+            return ir.LazyTensor(partial(take, part), dtype, shape)
 
-    def _fill(self, arrays: list[npt.NDArray[Any]], tick: Tick) -> None:
-        """Compute the parts into `arrays`."""
-        arrays = [array.reshape(self.matrices, *array.shape[-2:]) for array in arrays]
+        return {part: lazy(part, dtype, ir.Shape((*self.leading, *shape))) for part, (dtype, shape) in places.items()}
+
+    def _fill(self, places: Mapping[str, tuple[ir.DataType, tuple[int, ...]]], tick: Tick) -> Iterator[Array]:
+        """Compute the parts: matrices of the first are handed out, the others held."""
+        held = {
+            part: np.empty((self.matrices, *shape), dtype.numpy()) for part, (dtype, shape) in places.items() if part
+        }
         squared_error, squared_norm = 0.0, 0.0
         for index, matrix in enumerate(self._read()):
             with self._named(index):
                 if isinstance(self.target, WeightFormat):
-                    made = quantise(matrix, self.target, symmetric=self.symmetric, scale_type=arrays[1].dtype)
+                    scale_type = places["_scales"][0].numpy()
+                    made = quantise(matrix, self.target, symmetric=self.symmetric, scale_type=scale_type)
                 else:
-                    made = cast(matrix, arrays[0].dtype)
-            for array, part in zip(arrays, made.parts, strict=True):
+                    made = cast(matrix, self.target.numpy())
+            for array, part in zip(held.values(), made.parts[1:], strict=True):
                 array[index] = part
             squared_error += made.squared_error
             squared_norm += made.squared_norm
             tick()
+            yield made.parts[0]
+        self._held = {part: array.reshape(*self.leading, *places[part][1]) for part, array in held.items()}
         self.squared_error, self.squared_norm = squared_error, squared_norm
 
-    def _read(self) -> Iterator[npt.NDArray[Any]]:
+    def _read(self) -> Iterator[Array]:
         """The matrices one by one: a file is unmapped between them, as what was read of it counts as memory in use."""
         if isinstance(self.stored, StackedExperts):
             yield from (self.stored.expert(index).reshape(self.shape) for index in range(self.matrices))

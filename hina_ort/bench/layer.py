@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from hina_ort.bench import machine
 from hina_ort.bench.accuracy import reference, relative_l2, tolerance
 from hina_ort.bench.engine import Engine, Unavailable
 from hina_ort.bench.inputs import Inputs, Router
-from hina_ort.bench.onnx_engines import HinaEngine, OrtEngine, VectorsEngine
+from hina_ort.bench.onnx_engines import HinaEngine, OrtEngine, UnawareEngine, VectorsEngine
 from hina_ort.bench.options import LayerOptions
 from hina_ort.bench.timing import Samples, time_in_turns
 from hina_ort.bench.torch_engine import TorchEngine
 from hina_ort.bench.vllm_engine import VllmEngine
 from hina_ort.bench.weights import WeightFile, layer_bytes, matrices, matrix_bytes, write_weights
 from hina_ort.comparison import CheckError
+from hina_ort.numa import interleave
 from hina_ort.runtime import cpu_info
 
 PEERS: dict[str, Callable[[LayerOptions], Engine]] = {
@@ -28,6 +30,7 @@ PEERS: dict[str, Callable[[LayerOptions], Engine]] = {
     "torch": TorchEngine,
     "vllm": VllmEngine,
     "vectors": VectorsEngine,
+    "numa-off": UnawareEngine,
 }
 CACHES = 4
 """The layers' bytes are this many times those of the last-level cache, so that weights come from memory."""
@@ -55,9 +58,12 @@ class _Bench:
         return Router(self.options.shape, self.layers, self.options.skew)
 
 
-def bench_layer(options: LayerOptions, progress: Progress | None = None) -> dict[str, Any]:
+def bench_layer(
+    options: LayerOptions, progress: Progress | None = None, references: int | None = None
+) -> dict[str, Any]:
     """Check and time one layer; the keys of the result are those of docs/cli.md.
 
+    So many layers are compared with the exact `references`, which take long to compute: all of them unless given.
     `progress` gets a stage, how much of it is done, and its size. Raises CheckError, and times nothing, when results
     differ by more than the tolerance, or when not even one layer fits the memory.
     """
@@ -78,11 +84,14 @@ def bench_layer(options: LayerOptions, progress: Progress | None = None) -> dict
     with tempfile.TemporaryDirectory(prefix="hina-bench-") as folder:
         tell("writing weights", 0, 1)
         file = write_weights(Path(folder) / "layers.data", options, layers, [engine.reading for engine in engines])
-        for done, engine in enumerate(engines):
-            tell(f"loading {engine.name}", done, len(engines))
-            _load(engine, file, layers, Path(folder))
+        # Whoever is aware of nodes is compared on weights that are spread over them.
+        spread = interleave(file.path) if any(e.name == UnawareEngine.name for e in engines) else nullcontext()
+        with spread:
+            for done, engine in enumerate(engines):
+                tell(f"loading {engine.name}", done, len(engines))
+                _load(engine, file, layers, Path(folder))
         bench = _Bench(options, layers, file, engines, tell)
-        checks = _check(bench)
+        checks = _check(bench, layers if references is None else min(references, layers))
         _touch(bench)
         tell("measuring the machine", 0, 1)
         before = machine.measure_limits(file.path, options.threads)
@@ -133,16 +142,17 @@ def choose_layers(own_bytes: int, extra_bytes: int, cache: int, available: int |
     return min(wanted, fitting)
 
 
-def _check(bench: _Bench) -> list[dict[str, Any]]:
-    """Compare each engine with the exact result of one token of each layer, and with HinaMoE on all tokens."""
+def _check(bench: _Bench, references: int) -> list[dict[str, Any]]:
+    """Compare each engine with the exact result of one token of so many layers, and with HinaMoE on all tokens."""
     shape, checks = bench.options.shape, []
     token = bench.router.draw(1, 1 << 20)
     exact: dict[str, list[Any]] = {}
     for done, engine in enumerate(bench.engines):
         bench.progress("computing the reference", done, len(bench.engines))
         if engine.reading.values not in exact:
-            layers = range(bench.layers)
-            exact[engine.reading.values] = [reference(shape, bench.file, engine.reading, i, token) for i in layers]
+            exact[engine.reading.values] = [
+                reference(shape, bench.file, engine.reading, i, token) for i in range(references)
+            ]
     for done, tokens in enumerate(bench.options.tokens):
         bench.progress("checking results", done, len(bench.options.tokens))
         place = tokens // 2
@@ -157,7 +167,7 @@ def _check(bench: _Bench) -> list[dict[str, Any]]:
                     "reference",
                     tokens,
                     np.stack(exact[engine.reading.values])[:, 0],
-                    outputs[:, place],
+                    outputs[:references, place],
                     allowed,
                 )
             )

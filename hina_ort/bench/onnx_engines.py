@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hina_ort.bench.engine import Arithmetic, Engine, Unavailable
 from hina_ort.bench.inputs import Floats, Inputs
 from hina_ort.bench.options import LayerOptions, Shape
 from hina_ort.bench.weights import FLOATS, Array, Matrix, Reading, WeightFile, layer_bytes, matrices, own_reading
-from hina_ort.runtime import cpu_info
+from hina_ort.runtime import cpu_info, topology
 from hina_ort.session import register
 
 NEVER = (1 << 31) - 1
@@ -144,16 +144,21 @@ class HinaEngine(OnnxEngine):
 
 
 @contextmanager
-def amx_from(tokens: int) -> Iterator[None]:
-    """Sessions that are made meanwhile use AMX for experts with at least so many tokens."""
-    before = os.environ.get("HINA_AMX_FROM")
-    os.environ["HINA_AMX_FROM"] = str(tokens)
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sessions that are made meanwhile find `value` in the environment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ["HINA_AMX_FROM"]
+        del os.environ[name]
         if before is not None:
-            os.environ["HINA_AMX_FROM"] = before
+            os.environ[name] = before
+
+
+def amx_from(tokens: int) -> AbstractContextManager[None]:
+    """Sessions that are made meanwhile use AMX for experts with at least so many tokens."""
+    return environment("HINA_AMX_FROM", str(tokens))
 
 
 class VectorsEngine(HinaEngine):
@@ -171,6 +176,24 @@ class VectorsEngine(HinaEngine):
     def load(self, file: WeightFile, layers: int, folder: Path) -> None:
         """As HinaMoE, with AMX out of reach."""
         with amx_from(NEVER):
+            super().load(file, layers, folder)
+
+
+class UnawareEngine(HinaEngine):
+    """HinaMoE that does not look where weights are, on a machine with several NUMA nodes."""
+
+    name = "numa-off"
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__(options)
+        self.label = "HinaMoE with HINA_NUMA=off"
+        found = topology()
+        if found["mode"] == "off":
+            raise Unavailable(f"there is nothing to compare, NUMA is off: {found['mode_reason']}")
+
+    def load(self, file: WeightFile, layers: int, folder: Path) -> None:
+        """As HinaMoE, with NUMA off."""
+        with environment("HINA_NUMA", "off"):
             super().load(file, layers, folder)
 
 

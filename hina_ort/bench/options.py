@@ -11,7 +11,7 @@ from hina_ort.files import UsageError
 
 WEIGHTS = ("f32", "f16", "bf16", "int8", "int4", "mxfp4")
 ACTIVATIONS = ("f32", "f16", "bf16")
-PEERS = ("ort", "torch", "vllm", "vectors")
+PEERS = ("ort", "torch", "vllm", "vectors", "numa-off")
 MAX_TOKENS = 1 << 16
 MAX_THREADS_PER_CPU = 4
 """More than any CPU runs at once: such a benchmark measures the scheduler, or runs out of threads."""

@@ -12,13 +12,13 @@ from hina_ort.files import UsageError
 _COLOURS = {"hina": "#c2410c", "ort": "#1d4ed8", "torch": "#7c3aed", "vllm": "#047857"}
 
 
-def import_matplotlib() -> Any:
-    """matplotlib's pyplot, drawing to files; UsageError, saying what to install, when it is missing."""
+def import_matplotlib(option: str = "--plot") -> Any:
+    """matplotlib's pyplot, drawing to files; UsageError, saying what to install, when it is missing for `option`."""
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install hina-ort[bench]") from error
+        raise UsageError(f"{option} needs matplotlib: pip install hina-ort[bench]") from error
 
 
 def plot_layer(result: dict[str, Any], path: Path) -> None:

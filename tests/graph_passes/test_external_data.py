@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import signal
-from contextlib import suppress
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +20,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from graph_passes import external_data
-from graph_passes.external_data import LinkedTensor, ModelFileError, load, save
+from graph_passes.external_data import ModelFileError, load, save
+from graph_passes.mapped import MappedTensor
 
 BIG = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 SMALL = np.array([1.0, 2.0], np.float32)
@@ -65,11 +71,12 @@ def test_weights_go_to_a_data_file_at_page_boundaries(tmp_path: Path) -> None:
     target = tmp_path / "new" / "model.onnx"
     calls: list[tuple[int, int]] = []
     save(model, target, lambda done, total: calls.append((done, total)))
+    total = (64 + 8 + 9 + 10) * BIG[0].nbytes
     assert sorted(os.listdir(target.parent)) == ["model.onnx", "model.onnx.data"]
     places = external(target)
     assert set(places) == {"big", "w0", "w1", "w2"}
     assert all(int(place["offset"]) % 4096 == 0 and place["location"] == "model.onnx.data" for place in places.values())
-    assert calls == [(i, 4) for i in range(1, 5)]
+    assert calls[-1] == (total, total) and calls == sorted(calls) and len(calls) == 4
     again = load(target)
     assert isinstance(again.graph.initializers["big"].const_value, ir.ExternalTensor)
     for index in range(3):
@@ -167,27 +174,113 @@ def test_data_in_a_subfolder(tmp_path: Path) -> None:
     assert external(tmp_path / "target.onnx")["big"]["location"] == os.path.join("sub", "weights.bin")
 
 
-def test_hugging_face_cache_of_links(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    source(blobs, "m", "source.data")
+def hugging_face(root: Path, *, model: bool = True, data: bool = True) -> Path:
+    """A model in a cache of Hugging Face: what is not linked into the snapshot is copied there."""
+    blobs, snapshot = root / "blobs", root / "snapshots" / "abc"
+    source(blobs, "m")
     snapshot.mkdir(parents=True)
     (blobs / "source.data").rename(blobs / "d")
-    (snapshot / "model.onnx").symlink_to("../../blobs/m")
-    (snapshot / "source.data").symlink_to("../../blobs/d")
-    model = load(snapshot / "model.onnx")
-    tensor = model.graph.initializers["big"].const_value
-    assert isinstance(tensor, LinkedTensor)
-    np.testing.assert_array_equal(tensor.numpy(), BIG)
-    save(model, snapshot / "beside.onnx")
-    assert external(snapshot / "beside.onnx")["big"]["location"] == "source.data"
-    save(model, tmp_path / "out" / "model.onnx")
-    np.testing.assert_array_equal(run(tmp_path / "out" / "model.onnx"), np.ones((3, 64), np.float32) @ BIG)
+    for linked, name, blob in ((model, "model.onnx", "m"), (data, "source.data", "d")):
+        if linked:
+            (snapshot / name).symlink_to(f"../../blobs/{blob}")
+        else:
+            shutil.copy(blobs / blob, snapshot / name)
+    return snapshot / "model.onnx"
 
 
-def test_hard_linked_data(tmp_path: Path) -> None:
+def test_hugging_face_cache_of_links(tmp_path: Path) -> None:
+    path = hugging_face(tmp_path)
+    model = load(path)
+    np.testing.assert_array_equal(model.graph.initializers["big"].const_value.numpy(), BIG)
+    for target in (path.with_name("beside.onnx"), tmp_path / "blobs" / "beside.onnx", tmp_path / "out" / "model.onnx"):
+        save(model, target)
+        np.testing.assert_array_equal(run(target), run(path))
+    assert path.read_bytes() == (tmp_path / "blobs" / "m").read_bytes()
+
+
+def test_a_linked_file_beside_the_model_stays_where_it_is(tmp_path: Path) -> None:
     path = source(tmp_path)
-    os.link(tmp_path / "source.data", tmp_path / "other.data")
-    np.testing.assert_array_equal(load(path).graph.initializers["big"].const_value.numpy(), BIG)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "source.data").rename(tmp_path / "sub" / "d")
+    (tmp_path / "source.data").symlink_to("sub/d")
+    save(load(path), tmp_path / "target.onnx")
+    assert external(tmp_path / "target.onnx")["big"]["location"] == "source.data"
+    np.testing.assert_array_equal(run(tmp_path / "target.onnx"), run(path))
+
+
+def linked_blob(root: Path, target: str) -> Path:
+    path = hugging_face(root)
+    (root / "blobs" / target).parent.mkdir(exist_ok=True)
+    (root / "blobs" / "d").rename(root / "blobs" / target)
+    (root / "blobs" / "d").symlink_to(target)
+    return path
+
+
+def linked_model(root: Path) -> Path:
+    source(root / "real")
+    (root / "links").mkdir()
+    (root / "links" / "model.onnx").symlink_to("../real/source.onnx")
+    return root / "links" / "model.onnx"
+
+
+def linked_folder(root: Path) -> Path:
+    source(root / "real")
+    (root / "link").symlink_to("real")
+    return root / "link" / "source.onnx"
+
+
+def linked_subfolder(root: Path) -> Path:
+    path = relocated(root / "model", "sub/source.data")
+    (root / "outside").mkdir()
+    (root / "model" / "source.data").rename(root / "outside" / "source.data")
+    (root / "model" / "sub").symlink_to("../outside")
+    return path
+
+
+def hard_linked(root: Path) -> Path:
+    path = source(root)
+    os.link(root / "source.data", root / "other.data")
+    return path
+
+
+def there_and_back(root: Path) -> Path:
+    (root / "sub").mkdir()
+    return relocated(root, "sub/../source.data")
+
+
+@pytest.mark.parametrize(
+    ("layout", "allowed"),
+    [
+        (hugging_face, True),
+        (partial(hugging_face, model=False), False),
+        (partial(hugging_face, data=False), True),
+        (partial(linked_blob, target="sub/d"), True),
+        (partial(linked_blob, target="../elsewhere/d"), False),
+        (linked_model, False),
+        (linked_folder, True),
+        (linked_subfolder, False),
+        (hard_linked, True),
+        (there_and_back, True),
+        (lambda root: relocated(root, "./source.data"), True),
+        (lambda root: relocated(root, str(root / "source.data")), False),
+        (lambda root: relocated(root / "inner", "../outside.data"), False),
+        (lambda root: relocated(root, ""), False),
+        (lambda root: relocated(root, "."), False),
+    ],
+)
+def test_data_may_lie_where_onnx_runtime_allows_it(
+    tmp_path: Path, layout: Callable[[Path], Path], *, allowed: bool
+) -> None:
+    (tmp_path / "outside.data").write_bytes(BIG.tobytes())
+    path = layout(tmp_path)
+    if allowed:
+        np.testing.assert_array_equal(load(path).graph.initializers["big"].const_value.numpy(), BIG)
+        assert run(path).shape == (3, 32)
+    else:
+        with pytest.raises(ModelFileError, match=r"(beside the model|correct its location)$"):
+            load(path)
+        with pytest.raises(Exception, match=r"(?i)external data|path|regular file"):
+            run(path)
 
 
 def relocated(tmp_path: Path, location: str) -> Path:
@@ -282,14 +375,48 @@ def test_a_failed_save_leaves_the_old_files(tmp_path: Path, error: type[BaseExce
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
 
 
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system refuses to make files larger than that, as it does when a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(external_data.ir.external_data, "convert_tensors_to_external", full)
-    with pytest.raises(ModelFileError, match=r"model.onnx cannot be written: No space left on device"):
+
+@pytest.mark.parametrize("kind", ["copied", "computed"])
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
+    path = source(tmp_path / "source")
+    model = load(path) if kind == "copied" else ir.from_proto(proto())
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    with largest_file(BIG.nbytes // 2), pytest.raises(ModelFileError, match=r"out/m.onnx cannot be written: File too"):
+        save(model, tmp_path / "out" / "m.onnx")
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
+    assert np.array_equal(model.graph.initializers["big"].const_value.numpy(), BIG)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")(1 << 40, 1 << 39, BIG.nbytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(external_data, "write_tensor", lambda *_: pytest.fail("written"))
+    with pytest.raises(ModelFileError, match=r"cannot be written: it needs 8,192 bytes .* has 8,191 free; make room"):
         save(ir.from_proto(proto()), tmp_path / "model.onnx")
     assert os.listdir(tmp_path) == []
+
+
+def test_two_names_of_the_same_bytes_are_written_once(tmp_path: Path) -> None:
+    model = load(source(tmp_path / "a"))
+    tied = MappedTensor.of(model.graph.initializers["big"].const_value)
+    model.graph.register_initializer(ir.Value(name="tied", const_value=tied))
+    target = tmp_path / "b" / "model.onnx"
+    save(model, target)
+    assert (tmp_path / "b" / "model.onnx.data").stat().st_size == BIG.nbytes
+    assert external(target)["tied"]["offset"] == external(target)["big"]["offset"]
+    np.testing.assert_array_equal(load(target).graph.initializers["tied"].const_value.numpy(), BIG)
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

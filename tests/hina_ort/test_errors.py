@@ -139,9 +139,10 @@ def test_the_weights_of_the_source_are_no_target(exported: Path) -> None:
 def test_the_weights_of_the_source_are_no_target_behind_a_link(exported: Path, tmp_path: Path) -> None:
     home = tmp_path / "elsewhere"
     home.mkdir()
-    data, real = exported / "model.onnx_data", home / "fused.onnx.data"
-    data.rename(real)
-    data.symlink_to(real)
+    real = home / "fused.onnx.data"
+    for path, target in ((exported / "model.onnx", home / "m"), (exported / "model.onnx_data", real)):
+        path.rename(target)
+        path.symlink_to(target)
     content = real.read_bytes()
     code, message = invoke("convert", exported / "model.onnx", home / "fused.onnx", "--overwrite")
     assert code == 2 and "holds the weights" in message

@@ -30,7 +30,7 @@ def test_the_page_of_the_operator_is_up_to_date() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    for command in ("convert", "unfuse", "inspect", "doctor"):
+    for command in ("convert", "unfuse", "inspect", "generate", "doctor"):
         text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
         options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help"}
         assert options

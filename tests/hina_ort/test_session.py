@@ -30,6 +30,14 @@ def test_sessions_know_the_operator(fused: Path) -> None:
         assert session.run(None, {"input_ids": np.array([[1, 2]])})[0].shape == (1, 2, tiny.VOCABULARY)
 
 
+def test_options_may_name_a_numa_mode(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HINA_NUMA", raising=False)
+    right = hina_ort.session_options(numa="off")
+    onnxruntime.InferenceSession(str(fused), right, providers=["CPUExecutionProvider"])
+    with pytest.raises(Exception, match="hina.numa is 'none', expected one of"):
+        hina_ort.session_options(numa="none")
+
+
 def test_registering_twice_is_harmless(fused: Path) -> None:
     options = onnxruntime.SessionOptions()
     assert not is_registered(options)

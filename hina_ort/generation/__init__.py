@@ -1,0 +1,1 @@
+"""`hina-ort generate`: text from a language model, on ONNX Runtime and tokenizers alone."""
