@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hina_ort import __version__
+from hina_ort.bench.cli import bench
+from hina_ort.terminal import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_TO_FUSE,
+    EXIT_REFUSED,
+    Json,
+    clear_errors,
+    exit_when_killed,
+    fail,
+    print_json,
+    progress_bars,
+)
 
 if TYPE_CHECKING:
     from hina_ort.conversion import ConversionReport
-    from hina_ort.files import Progress
     from hina_ort.unfusing import UnfusingReport
-
-EXIT_ERROR = 1
-EXIT_USAGE = 2
-EXIT_NOTHING_TO_FUSE = 3
-EXIT_REFUSED = 4
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="hina-ort",
@@ -36,7 +37,6 @@ app = typer.Typer(
 )
 
 _TYPES = "keep, f32, f16, bf16, int8, int4, mxfp4"
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object (see docs/cli.md).")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with a picture of each block.")]
 
 
@@ -85,9 +85,8 @@ def convert(
     Exit codes: 0 all blocks fused, or weights converted; 3 nothing to do, 4 a block was refused, 2 wrong usage, 1 any
     other error.
     """
-    # Like Ctrl-C, a polite kill has to pass through the clean-up of half-written files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+    exit_when_killed()
+    with clear_errors(), progress_bars(shown=not (quiet or as_json)) as progress:
         from hina_ort.conversion import convert as run
 
         report = run(
@@ -108,7 +107,7 @@ def convert(
             progress=progress,
         )
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     elif not quiet:
         from hina_ort.tables import show_conversion
 
@@ -137,8 +136,8 @@ def export(
 
     Exit codes: 0, 2 wrong usage, 1 any other error.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+    exit_when_killed()
+    with clear_errors(), progress_bars(shown=not (quiet or as_json)) as progress:
         from hina_ort.export.command import export as run
 
         report = run(
@@ -153,7 +152,7 @@ def export(
             progress=progress,
         )
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     elif not quiet:
         from hina_ort.export.show import show_export
 
@@ -174,13 +173,13 @@ def unfuse(
 
     Exit codes: 0 all HinaMoE nodes were replaced; 3 SRC holds none, 2 wrong usage, 1 any other error.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
+    exit_when_killed()
+    with clear_errors(), progress_bars(shown=not (quiet or as_json)) as progress:
         from hina_ort.unfusing import unfuse as run
 
         report = run(src, dst, overwrite=overwrite, progress=progress)
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     elif not quiet:
         _show_unfusing(report)
     raise typer.Exit(0 if report.unfused else EXIT_NOTHING_TO_FUSE)
@@ -204,8 +203,8 @@ def inspect(
 
     Exit codes: 0, 2 wrong usage (nothing is called NODE, say), 1 any other error.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors():
+    exit_when_killed()
+    with clear_errors():
         from hina_ort.files import UsageError
         from hina_ort.inspection import Inspection, explain_node, inspect_model
 
@@ -215,7 +214,7 @@ def inspect(
             raise UsageError("--explain and --measure do not go together; run inspect once with each")
         found = inspect_model(model, html=html, measure=measure) if explain is None else explain_node(model, explain)
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
     elif not quiet:
         from hina_ort.tables import show_explanation, show_inspection
 
@@ -253,8 +252,8 @@ def generate(
     MODEL needs its tokenizer.json beside it. Exit codes: 0, 2 wrong usage, 1 any other error, 130 Ctrl-C, which leaves
     the text so far.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors():
+    exit_when_killed()
+    with clear_errors():
         from hina_ort.generation.command import run_generate
         from hina_ort.generation.show import show_generation, warn, write
 
@@ -275,7 +274,7 @@ def generate(
             **({} if as_json or quiet else {"warn": warn}),
         )
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     else:
         show_generation(report, quiet=quiet)
     raise typer.Exit(EXIT_INTERRUPTED if report.finish == "interrupted" else 0)
@@ -292,12 +291,12 @@ def doctor(
 
     Exit codes: 0 all is well, 1 something keeps hina-ort from running, 2 wrong usage.
     """
-    with _clear_errors():
+    with clear_errors():
         from hina_ort.doctor import diagnose
 
         found = diagnose(model)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         from hina_ort.tables import show_diagnosis
 
@@ -319,13 +318,13 @@ def run_command(
 
     Exit codes: those of COMMAND; 127 it was not found, 126 it cannot be run, 2 wrong usage, 1 any other error.
     """
-    with _clear_errors():
+    with clear_errors():
         from hina_ort.numa.command import CommandError, run
 
         try:
             run(numa, model or (), command, lambda text: typer.echo(f"warning: {text}", err=True))
         except CommandError as error:
-            _fail(str(error), error.code)
+            fail(str(error), error.code)
 
 
 def _exit_code(report: ConversionReport) -> int:
@@ -348,246 +347,4 @@ def _show_unfusing(report: UnfusingReport) -> None:
     typer.echo(f"wrote {report.written}")
 
 
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Turn errors that a person can act on into one sentence on stderr and an exit code.
-
-    What is heavy to import is imported in the body, so that an interrupt then is clear, too.
-    """
-    try:
-        from graph_passes.external_data import ModelFileError
-        from graph_passes.quantize.rtn import WeightError
-        from graph_passes.unfuse import UnfuseError
-        from hina_ort.comparison import CheckError
-        from hina_ort.files import UsageError
-
-        yield
-    except (KeyboardInterrupt, ImportError) as error:
-        if not _was_interrupted(error):
-            raise
-        typer.echo("error: interrupted; nothing was written", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except UsageError as error:
-        _fail(str(error), EXIT_USAGE)
-    except (ModelFileError, WeightError, UnfuseError, CheckError) as error:
-        _fail(str(error), EXIT_ERROR)
-    except OSError as error:
-        # Errors of the operating system carry a number and a file name; our own are sentences already.
-        text = f"{error.filename or 'a file'} cannot be used: {error.strerror}" if error.strerror else str(error)
-        _fail(text, EXIT_ERROR)
-    except MemoryError:
-        _fail("there is not enough memory for this model", EXIT_ERROR)
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C led to `error`: during its import, ONNX Runtime makes an ImportError of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    from hina_ort.tables import printable
-
-    typer.echo(f"error: {printable(message)}", err=True)
-    raise typer.Exit(code)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
-@contextmanager
-def _progress(*, shown: bool) -> Iterator[Progress | None]:
-    """Show progress bars on stderr while the body runs; yield the function that moves them."""
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from hina_ort.files import BYTE_STAGES
-    from hina_ort.tables import size
-
-    texts = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}")]
-    times = [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-    console = Console(stderr=True)
-    with Progress(*texts, *times, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            count = f"{size(done)}/{size(total)}" if stage in BYTE_STAGES else f"{done}/{total}"
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, count=count)
-            bars.update(tasks[stage], completed=done, total=total, count=count)
-
-        yield advance
-
-
-bench = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench)
-
-
-@bench.callback()
-def bench_group() -> None:
-    """Benchmarks on this machine."""
-
-
-@bench.command("layer")
-def bench_layer(
-    shape: Annotated[
-        str, typer.Option(metavar="NAME|E,k,H,I[,S]", help="A layer of a known model, or its sizes.")
-    ] = "qwen3-30b-a3b",
-    weights: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16, bf16, int8, int4 or mxfp4.")] = "f32",
-    tokens: Annotated[str, typer.Option(metavar="N,N,..", help="Token counts.")] = "1,4,16,64,256,1024",
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of every engine. Default: all usable.", show_default=False)
-    ] = None,
-    versus: Annotated[
-        str, typer.Option("--vs", metavar="PEERS", help="Some of ort, torch, vllm, vectors, numa-off.")
-    ] = "ort",
-    skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' popularity; 0: uniform.")] = 0.0,
-    block: Annotated[
-        int | None, typer.Option(help="Weights that share a scale; 0: a row. Default: 32.", show_default=False)
-    ] = None,
-    accuracy_level: Annotated[
-        int | None,
-        typer.Option(help="Activations of quantised weights: 0 floats, 4 int8. Default: 4.", show_default=False),
-    ] = None,
-    zero_points: Annotated[bool, typer.Option("--zero-points", help="int8 and int4 weights with zero points.")] = False,
-    activations: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16 or bf16, for HinaMoE.")] = "f32",
-    repeats: Annotated[int, typer.Option(help="Turns of each engine; long ones are fewer.")] = 9,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot as PNG.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
-) -> None:
-    """Time one MoE layer of random weights against other runtimes, and against what this machine can do.
-
-    Results are compared before anything is timed. Exit codes: 0 timed, 2 wrong usage, 1 results differ, or any other
-    error.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors(), _progress(shown=not quiet) as progress:
-        from hina_ort.bench.command import run_layer
-
-        result = run_layer(
-            shape=shape,
-            weights=weights,
-            tokens=tokens,
-            threads=threads,
-            versus=versus,
-            skew=skew,
-            block=block,
-            accuracy_level=accuracy_level,
-            zero_points=zero_points,
-            activations=activations,
-            repeats=repeats,
-            json_file=json_file,
-            plot_file=plot_file,
-            progress=progress,
-        )
-    if not quiet:
-        from rich.console import Console
-
-        from hina_ort.bench.show import show_layer
-
-        show_layer(result, Console())
-
-
-@bench.command("tune")
-def bench_tune(
-    threads: Annotated[int | None, typer.Option(help="Threads. Default: all usable.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report, keep nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
-) -> None:
-    """Measure from how many tokens of an expert on AMX is faster here, and keep that for all sessions of this user.
-
-    Takes some minutes on an idle machine. Exit codes: 0 measured, 2 AMX is not used here, 1 any other error.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _clear_errors(), _progress(shown=not (quiet or as_json)) as progress:
-        from hina_ort.bench.tune import tune
-        from hina_ort.doctor import usable_cpus
-
-        result = tune(usable_cpus() if threads is None else threads, progress, keep=not dry_run)
-    if as_json:
-        _print_json(result)
-    elif not quiet:
-        from rich.console import Console
-
-        from hina_ort.bench.show import show_tuning
-
-        show_tuning(result, Console())
-
-
-@bench.command("model")
-def bench_model(
-    shape: Annotated[
-        str, typer.Option(metavar="NAME|E,k,H,I[,S]", help="A layer of a known model, or its sizes.")
-    ] = "qwen3-30b-a3b",
-    weights: Annotated[str, typer.Option(metavar="TYPE", help="bf16, int8, int4 or mxfp4.")] = "bf16",
-    activations: Annotated[str, typer.Option(metavar="TYPE", help="f32, f16 or bf16.")] = "f32",
-    tokens: Annotated[str, typer.Option(metavar="N,N,..", help="Token counts.")] = "1,4,16,64,256,1024,4096",
-    cores: Annotated[int, typer.Option(help="Cores that share the work.")] = 56,
-    ghz: Annotated[float, typer.Option(help="Their clock.")] = 2.0,
-    bandwidth: Annotated[float, typer.Option(metavar="GB/S", help="Of memory, all cores together.")] = 250.0,
-    l2: Annotated[float, typer.Option(metavar="BYTES", help="From the L2 cache, of a core in a cycle.")] = 48.0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
-) -> None:
-    """Predict, without measuring, how long one MoE layer takes with AMX, and what bounds it; on any machine.
-
-    The defaults are a socket of Sapphire Rapids. Exit codes: 0, 2 wrong usage, 1 any other error.
-    """
-    with _clear_errors():
-        from hina_ort.bench.model import run_model
-
-        result = run_model(
-            shape=shape,
-            weights=weights,
-            activations=activations,
-            tokens=tokens,
-            cores=cores,
-            ghz=ghz,
-            bandwidth=bandwidth,
-            l2=l2,
-            json_file=json_file,
-        )
-    if not quiet:
-        from rich.console import Console
-
-        from hina_ort.bench.model_show import show_model
-
-        show_model(result, Console())
-
-
-@bench.command("numa")
-def bench_numa(
-    memory: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="Of one socket's memory, read by its own cores.")
-    ] = None,
-    link: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="Of one socket's memory, read by the other's cores.")
-    ] = None,
-    local: Annotated[float, typer.Option(metavar="NS", help="Latency of a socket's own memory.")] = 107.0,
-    remote: Annotated[float, typer.Option(metavar="NS", help="Latency of the other's.")] = 188.0,
-    cores: Annotated[int, typer.Option(help="Of one socket.")] = 48,
-    as_json: Json = False,
-) -> None:
-    """Predict, without measuring, what local reads are worth on two sockets: yours, or some that are known.
-
-    Exit codes: 0, 2 wrong usage.
-    """
-    with _clear_errors():
-        from hina_ort.bench.numa_model import own_machine, run_numa
-
-        result = run_numa(own_machine(memory, link, local, remote, cores))
-    if as_json:
-        _print_json(result)
-    else:
-        from rich.console import Console
-
-        from hina_ort.numa.show import show_model
-
-        show_model(result, Console())

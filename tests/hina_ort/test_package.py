@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import hina_ort
+from docs import generate_checkpoints
 from docs.generate_op import PAGE, page
 from hina_ort.cli import app
 from tests.hina_ort import tiny
@@ -30,12 +31,18 @@ def test_the_page_of_the_operator_is_up_to_date() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    for command in ("convert", "unfuse", "inspect", "generate", "doctor"):
+    for command in ("convert", "export", "unfuse", "inspect", "generate", "doctor", "run"):
         text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
         options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help"}
         assert options
         for option in options:
             assert f"`{option}" in CLI_PAGE, option
+
+
+def test_the_page_of_architectures_is_fresh() -> None:
+    assert generate_checkpoints.PAGE.read_text(encoding="utf-8") == generate_checkpoints.page(), (
+        "run python -m docs.generate_checkpoints"
+    )
 
 
 def test_every_json_key_is_documented(model: Path, tmp_path: Path) -> None:

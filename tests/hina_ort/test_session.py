@@ -34,7 +34,7 @@ def test_options_may_name_a_numa_mode(fused: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("HINA_NUMA", raising=False)
     right = hina_ort.session_options(numa="off")
     onnxruntime.InferenceSession(str(fused), right, providers=["CPUExecutionProvider"])
-    with pytest.raises(Exception, match="hina.numa is 'none', expected one of"):
+    with pytest.raises(Exception, match=r"hina\.numa is 'none', expected one of"):
         hina_ort.session_options(numa="none")
 
 
