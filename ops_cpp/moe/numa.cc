@@ -92,7 +92,7 @@ class Maker {
     std::map<Key, std::unique_ptr<Partition>> distinct;
     int64_t items = 0, bytes = 0, local = 0;
     // The windows of both kinds of `down` are those of the routed experts: their rows are added up together.
-    for (int64_t window = phase == kSharedFc2 ? down_window_ : kRows; window <= kMostWindow; window *= 2) {
+    for (int64_t window = phase == kSharedFc2 ? down_window_ : kRows; window <= kMostWindow;) {
       distinct.clear();
       items = bytes = local = 0;
       for (const Wanted& m : all) {
@@ -104,16 +104,20 @@ class Maker {
       }
       if (phase == kFc2) down_window_ = window;
       if (phase == kSharedFc2 || bytes >= items * kGoodItemBytes) break;
+      // Items of windows twice as large are hardly more than twice as large.
+      const int64_t before = window;
+      do window *= 2;
+      while (window < kMostWindow && bytes * (window / before) < items * kGoodItemBytes);
     }
     items_ += items, bytes_ += bytes, local_ += local;
     std::vector<KRange>& ranges = plan.ranges[phase];
     ranges = {{0, all[0].k}};
     for (auto& [key, partition] : distinct) {
-      number_ranges(*partition, ranges);
+      if (!number_ranges(*partition, ranges)) return false;
       plan.segments |= partition->segments;
       plan.partitions.push_back(std::move(partition));
     }
-    return ranges.size() <= kMostRanges;
+    return true;
   }
 
   const Partition& partition_of(const Wanted& m, int64_t window, std::map<Key, std::unique_ptr<Partition>>& distinct) {
@@ -132,13 +136,17 @@ class Maker {
     return *cut;
   }
 
-  static void number_ranges(Partition& partition, std::vector<KRange>& ranges) {
+  // False where there are too many.
+  static bool number_ranges(Partition& partition, std::vector<KRange>& ranges) {
     for (Item& item : partition.items) {
       const auto same = [&](const KRange& r) { return r.from == item.k0 && r.to == item.k1; };
       const auto found = std::find_if(ranges.begin(), ranges.end(), same);
       item.range = static_cast<int32_t>(found - ranges.begin());
-      if (found == ranges.end()) ranges.push_back({item.k0, item.k1});
+      if (found != ranges.end()) continue;
+      if (ranges.size() == kMostRanges) return false;
+      ranges.push_back({item.k0, item.k1});
     }
+    return true;
   }
 
   const Params& p_;

@@ -67,13 +67,13 @@ class Rows {
   const Placement& placement_;
 };
 
-// The coarsest grid that leaves enough bytes local, or the finest one.
-int64_t choose_grid(const MatrixShape& matrix, const Rows& rows) {
+// The coarsest grid that leaves enough bytes of the first `count` rows local, or the finest one.
+int64_t choose_grid(const MatrixShape& matrix, const Rows& rows, int64_t count) {
   const auto local = [&](int64_t grid) {
     int64_t bytes = 0;
-    for (int64_t row = 0; row < matrix.rows; ++row)
+    for (int64_t row = 0; row < count; ++row)
       for (const Segment& segment : rows.segments(row, grid)) bytes += segment.local_bytes;
-    return static_cast<double>(bytes) >= kLeastLocal * static_cast<double>(matrix.rows * matrix.bytes_of(matrix.k));
+    return static_cast<double>(bytes) >= kLeastLocal * static_cast<double>(count * matrix.bytes_of(matrix.k));
   };
   if (local(0)) return 0;
   int64_t grid = std::max<int64_t>(kCoarsestCut * 8 / matrix.bits / matrix.unit, 1) * matrix.unit;
@@ -128,7 +128,10 @@ int64_t period_of(const MatrixShape& matrix, const Placement& placement) {
 
 Partition cut(const MatrixShape& matrix, const Placement& placement, int nodes, int64_t window) {
   const Rows rows(matrix, placement);
-  const int64_t grid = choose_grid(matrix, rows), period = period_of(matrix, placement);
+  const int64_t period = period_of(matrix, placement), distinct = std::min(period, matrix.rows);
+  const int64_t grid = choose_grid(matrix, rows, distinct);
+  std::vector<std::vector<Segment>> segments;  // of the rows of a period
+  for (int64_t row = 0; row < distinct; ++row) segments.push_back(rows.segments(row, grid));
   Partition partition;
   partition.window = window;
   partition.bytes = matrix.rows * matrix.bytes_of(matrix.k);
@@ -136,7 +139,7 @@ Partition cut(const MatrixShape& matrix, const Placement& placement, int nodes, 
   for (int64_t begin = 0; begin < matrix.rows; begin += window) {
     std::map<std::tuple<int, int64_t, int64_t>, std::vector<int32_t>> alike;
     for (int64_t row = begin; row < std::min(begin + window, matrix.rows); ++row)
-      for (const Segment& s : rows.segments(row, grid)) {
+      for (const Segment& s : segments[static_cast<size_t>(row % period)]) {
         alike[{s.node, s.k0, s.k1}].push_back(static_cast<int32_t>(row));
         partition.local_bytes += s.local_bytes;
       }

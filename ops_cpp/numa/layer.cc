@@ -5,7 +5,8 @@
 namespace hina {
 namespace {
 
-constexpr int64_t kLastLook = 1 << 20;  // the last run before which the pages are looked for
+constexpr int64_t kLastLook = 1 << 20;  // the last run before which auto looks for the pages
+constexpr int64_t kPatience = 64;       // likewise of interleave: experts that no token chose until then matter little
 
 std::string mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -69,11 +70,12 @@ std::string LayerNuma::decide(int64_t run) {
   const Placed placed =
       find_weights(params_, topology_, static_cast<int>(any ? blocks : blocks / 10), calls_.move_pages);
   if (placed.refused) return give_up(placed.reason);
-  if (any ? placed.found == 0 : placed.found * 10 < blocks * 9) {
+  if (placed.found * 10 < blocks * 9) {
     const std::string reason = std::to_string(placed.found) + " of the first " + std::to_string(placed.blocks) +
                                " matrices lie in a pattern: " + placed.reason;
-    if (placed.absent == 0 || run >= kLastLook) return give_up(reason);
-    return off(reason + "; looks again before run " + std::to_string(2 * run));
+    if (placed.absent > 0 && run < (any ? kPatience : kLastLook))
+      return off(reason + "; looks again before run " + std::to_string(2 * run));
+    if (!any || placed.found == 0) return give_up(reason);
   }
   if (const int only = placed.only_node(); only >= 0)
     return give_up("all weights are on node " + std::to_string(topology_.worker_ids()[static_cast<size_t>(only)]));
@@ -99,7 +101,7 @@ void LayerNuma::bind() {
 void LayerNuma::copy() {
   const std::vector<int> nodes = topology_.worker_ids();
   const int64_t bytes = bytes_of_copy(params_) * static_cast<int64_t>(nodes.size());
-  if (const int64_t available = available_memory(); bytes > available) {
+  if (const int64_t available = calls_.available_memory(""); available > 0 && bytes > available) {
     error_ = "numa mode copy needs " + mebibytes(bytes) + " for the copies of this layer, but " + mebibytes(available) +
              " are available: choose another mode (HINA_NUMA or hina.numa)";
     return;

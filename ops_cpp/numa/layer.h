@@ -26,6 +26,7 @@ std::string why_numa_is_off(const Topology& topology, NumaMode mode);
 struct NumaCalls {
   MovePages move_pages = hina::move_pages;
   PreferNode prefer_node = hina::prefer_node;
+  int64_t (*available_memory)(const std::string& root) = hina::available_memory;
 };
 
 class LayerNuma {

@@ -2,10 +2,10 @@
 //
 //   off         nothing
 //   auto        off with one node to work on, without asking the kernel anything. Else interleave where at least 90 %
-//   of
-//               the matrices of a layer's experts lie in a pattern, and not all on one node; else off. While pages are
-//               not in memory yet, this is asked again before the runs 1, 2, 4, 8, ...
-//   interleave  the same with however few matrices in a pattern
+//               of the matrices of a layer's experts lie in a pattern, and not all on one node; else off. While pages
+//               are not in memory yet, this is asked again before the runs 1, 2, 4, 8, ...
+//   interleave  the same with however few matrices in a pattern; pages that are not in memory are waited for until run
+//               64
 //   bind        moves the pages of each matrix when the session is made, one part of it to each node
 //   copy        copies each matrix to each node when the session is made
 #pragma once

@@ -1,6 +1,7 @@
 #include "op/hina_moe.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +29,8 @@ int worker_bound() {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-  return std::max(known ? CPU_COUNT(&allowed) : 1, kLeast);
+  // More than 1024 CPUs do not fit in the mask.
+  return std::max(known ? CPU_COUNT(&allowed) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)), kLeast);
 }
 
 bool verbose() {

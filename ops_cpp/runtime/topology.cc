@@ -146,7 +146,13 @@ std::vector<int> parse_list(const std::string& text) {
 }
 
 int64_t available_memory(const std::string& root) {
-  return number_at(field(read_file(root + "/proc/meminfo"), "MemAvailable:"), 0) * 1024;
+  const int64_t free = number_at(field(read_file(root + "/proc/meminfo"), "MemAvailable:"), 0) * 1024;
+  // In a container, its own group is the root of what it sees. What it has of the page cache can be dropped.
+  const std::string group = root + "/sys/fs/cgroup";
+  const int64_t limit = number_at(read_file(group + "/memory.max"), 0);  // or "max"
+  if (limit == 0) return free;
+  const int64_t left = std::max<int64_t>(limit - number_at(field(read_file(group + "/memory.stat"), "anon "), 0), 1);
+  return free == 0 ? left : std::min(free, left);
 }
 
 Topology read_topology(const std::string& root) {

@@ -44,7 +44,8 @@ struct Topology {
 // `root` goes before /sys and /proc. Whatever the kernel does not tell is taken for one node with all CPUs.
 Topology read_topology(const std::string& root = "");
 
-// Bytes that programs can have without swapping (MemAvailable), over all nodes; 0 if the kernel does not tell.
+// Bytes that this process can have without swapping, over all nodes: MemAvailable, or what its container's limit
+// (cgroup v2) leaves of it; 0 if the kernel does not tell.
 int64_t available_memory(const std::string& root = "");
 
 // "0-2,8" as {0, 1, 2, 8}; what is no list of numbers, and what comes after 65535, is left out.

@@ -1,6 +1,9 @@
 // Where pages are: patterns recognised in what the kernel might say of them, and what becomes of a layer under each
 // mode with a kernel that is made up.
 #include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <random>
@@ -279,6 +282,28 @@ void test_auto_waits_for_pages_and_then_follows_them() {
   }
 }
 
+// Not even those who asked for it get a plan that knows little, while more is about to be known.
+void test_interleave_waits_for_pages() {
+  const Weights weights(false);
+  const uintptr_t first = reinterpret_cast<uintptr_t>(weights.params.experts[0].down.data) / kPageBytes;
+  const Kernel one_matrix = [first](uintptr_t page) {
+    return page >= first && page <= first + 2048 * 512 / kPageBytes ? static_cast<int>(page % 2) : -ENOENT;
+  };
+  for (const bool all_come : {true, false}) {
+    set_kernel(one_matrix);
+    LayerNuma layer(nodes({0, 1}), {NumaMode::kInterleave, "HINA_NUMA", {}}, weights.params, kFake);
+    std::string news = layer.look();
+    CHECK(mentions(news, "numa off because 1 of the first 15 matrices"), "%s", news.c_str());
+    CHECK(mentions(news, "looks again before run 2") && !layer.refused(), "%s", news.c_str());
+    if (all_come) g_kernel.where = in_turn(2);
+    int run = 1;
+    for (; run < 100 && !news.starts_with("numa interleave"); ++run)
+      if (const std::string text = layer.look(); !text.empty()) news = text;
+    CHECK(run == (all_come ? 2 : 64), "run %d: %s", run, news.c_str());
+    CHECK(mentions(news, all_come ? "15 of 15 matrices" : "1 of 15 matrices"), "%s", news.c_str());
+  }
+}
+
 void test_pages_elsewhere_turn_auto_off() {
   const Weights weights(false);
   const auto after_a_run = [&](const Kernel& kernel, NumaMode mode) {
@@ -386,12 +411,37 @@ void test_copies() {
     }
     CHECK(call.copies[0]->experts[1].down.data != call.copies[1]->experts[1].down.data, "one copy for two nodes");
   }
-  Weights large(false);
-  Params huge = large.params;  // only its sizes are looked at
-  huge.intermediate_size = int64_t{1} << 30;
-  for (Expert& e : huge.experts) e.down.row_stride = e.down.row_bytes = huge.intermediate_size;
-  LayerNuma layer(nodes({0, 1}), {NumaMode::kCopy, "HINA_NUMA", {}}, huge, kFake);
-  CHECK(mentions(layer.error(), "MiB are available: choose another mode"), "%s", layer.error().c_str());
+  const Weights weights(false);
+  NumaCalls calls = kFake;
+  calls.available_memory = [](const std::string&) { return int64_t{20} << 20; };
+  LayerNuma layer(nodes({0, 1}), {NumaMode::kCopy, "HINA_NUMA", {}}, weights.params, calls);
+  CHECK(mentions(layer.error(), "but 20 MiB are available: choose another mode"), "%s", layer.error().c_str());
+  calls.available_memory = [](const std::string&) { return int64_t{0}; };  // not told
+  LayerNuma untold(nodes({0, 1}), {NumaMode::kCopy, "HINA_NUMA", {}}, weights.params, calls);
+  CHECK(untold.error().empty() && untold.active(), "%s", untold.error().c_str());
+}
+
+void test_available_memory() {
+  char root[] = "/tmp/available-XXXXXX";
+  CHECK(mkdtemp(root) != nullptr, "%s", root);
+  const std::filesystem::path folder(root), group = folder / "sys/fs/cgroup";
+  std::filesystem::create_directories(folder / "proc");
+  std::filesystem::create_directories(group);
+  const auto write = [](const std::filesystem::path& path, const char* text) { std::ofstream(path) << text; };
+  const auto expect = [&](int64_t bytes) {
+    CHECK(available_memory(root) == bytes, "%ld, expected %ld", (long)available_memory(root), (long)bytes);
+  };
+  expect(0);
+  write(folder / "proc/meminfo", "MemTotal: 4096 kB\nMemAvailable: 2048 kB\n");
+  expect(2048 * 1024);
+  write(group / "memory.max", "max\n");
+  expect(2048 * 1024);
+  write(group / "memory.max", "1048576\n");
+  write(group / "memory.stat", "anon 1000000\nfile 500000\ninactive_anon 7\n");
+  expect(48576);
+  write(group / "memory.stat", "anon 2000000\n");
+  expect(1);
+  std::filesystem::remove_all(folder);
 }
 
 void test_runs_at_once() {
@@ -424,8 +474,10 @@ int main() {
   test_nothing_is_asked_on_one_node();
   test_refusals();
   test_copies();
+  test_available_memory();
   test_pages_elsewhere_turn_auto_off();
   test_auto_waits_for_pages_and_then_follows_them();
+  test_interleave_waits_for_pages();
   test_bind_moves_a_part_to_each_node();
   test_runs_at_once();
   std::printf("placement: passed\n");
