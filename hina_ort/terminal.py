@@ -51,6 +51,8 @@ def clear_errors() -> Iterator[None]:
         fail(str(error), EXIT_USAGE)
     except (ModelFileError, WeightError, UnfuseError, CheckError) as error:
         fail(str(error), EXIT_ERROR)
+    except BrokenPipeError:
+        raise  # who reads the output has enough: click ends the program without a word
     except OSError as error:
         # Errors of the operating system carry a number and a file name; our own are sentences already.
         text = f"{error.filename or 'a file'} cannot be used: {error.strerror}" if error.strerror else str(error)

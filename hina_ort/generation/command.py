@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hina_ort.bench.options import MAX_THREADS_PER_CPU
 from hina_ort.doctor import usable_cpus
 from hina_ort.files import UsageError, find_model
 from hina_ort.generation.decoder import Decoder
@@ -73,6 +74,8 @@ def run_generate(
     for option, count in (("--max-new-tokens", max_new_tokens), ("--threads", threads)):
         if count is not None and count < 1:
             raise UsageError(f"{option} is {count}, expected 1 or more")
+    if threads is not None and threads > (most := MAX_THREADS_PER_CPU * usable_cpus()):
+        raise UsageError(f"--threads is {threads}, expected {most} or less: {MAX_THREADS_PER_CPU} for each usable CPU")
     if heatmap is not None:
         _check_heat_map(heatmap, experts_stats)
     source = find_model(model)
@@ -120,6 +123,7 @@ def run_generate(
 def _load(source: Path, counting: CountingModel | None, threads: int | None, most: int) -> Decoder:
     """The decoder `source`, or its `counting` model, for a text of `most` tokens."""
     options = session_options()
+    options.log_severity_level = 4  # an error is an exception too, which becomes one sentence
     options.intra_op_num_threads = usable_cpus() if threads is None else threads
     if counting is None:
         return Decoder(source, str(source), options, most)
@@ -135,12 +139,19 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise UsageError("give one prompt: PROMPT, or --prompt-file FILE (- for standard input)")
     if file is None:
-        return prompt or ""
+        return _decoded(prompt or "", "the prompt")
+    if str(file) == "-" and sys.stdin is None:
+        raise UsageError("--prompt-file - reads standard input, which is closed; name a file")
     content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    return _decoded(content, f"--prompt-file {file}").removesuffix("\n")
+
+
+def _decoded(content: bytes | str, name: str) -> str:
+    """The text of bytes; of an argument too, in which Python hides bytes that are no text."""
     try:
-        return content.decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {file} is no text in UTF-8: {error}") from error
+        return (content.encode(errors="surrogateescape") if isinstance(content, str) else content).decode()
+    except UnicodeError as error:
+        raise UsageError(f"{name} is no text in UTF-8: {error}") from error
 
 
 def _check_heat_map(path: Path, counted: bool) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
+from graph_passes import external_data
 from graph_passes.cut import to_ort
 from graph_passes.external_data import ModelFileError
 from hina_ort.comparison import NUMPY_TYPES
@@ -44,7 +45,11 @@ class Decoder:
     def __init__(self, source: Path, model: str | bytes, options: ort.SessionOptions, most: int = 0) -> None:
         self.source = source
         with self._clear_errors():
-            self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            try:
+                self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            except Exception:
+                external_data.load(source)  # names a file that is missing or cut off
+                raise
         self._inputs = {arg.name: arg for arg in self._session.get_inputs()}
         outputs = [arg.name for arg in self._session.get_outputs()]
         self._pairs = cache_pairs(self._inputs, outputs)
@@ -90,7 +95,8 @@ class Decoder:
                     binding.bind_ortvalue_output(name, self._in_place[name])
                 else:
                     binding.bind_output(name, "cpu")
-            self._session.run_with_iobinding(binding)
+            with self._blaming_tokens(tokens):
+                self._session.run_with_iobinding(binding)
             values = dict(zip(names, binding.get_outputs(), strict=True))
         self._past += tokens
         self._cache = {name: self._in_place.get(output, values[output]) for name, output in self._pairs.items()}
@@ -130,9 +136,25 @@ class Decoder:
                 )
 
     @contextmanager
+    def _blaming_tokens(self, tokens: list[int]) -> Iterator[None]:
+        """Say so when the model failed at a token that it has no logit for; such a token may have an embedding."""
+        try:
+            yield
+        except Exception as error:
+            size = next(arg.shape[-1] for arg in self._session.get_outputs() if arg.name == self._logits)
+            if isinstance(size, int) and max(tokens) >= size:
+                raise ModelFileError(
+                    f"{self.source} fails at token {max(tokens)}, and has a vocabulary of {size}: is the tokenizer "
+                    "that of another model? Copy the one of the model's checkpoint"
+                ) from error
+            raise
+
+    @contextmanager
     def _clear_errors(self) -> Iterator[None]:
         try:
             yield
+        except ModelFileError:
+            raise
         except Exception as error:  # the exceptions of ONNX Runtime have no base class of their own
             raise ModelFileError(f"ONNX Runtime cannot run {self.source}: {str(error).strip()}") from error
 

@@ -26,6 +26,8 @@ _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def write(text: str) -> None:
     """Print a piece of the text; a terminal is not to be steered by it."""
+    if sys.stdout is None:  # the program was started with stdout closed
+        return
     sys.stdout.write(_STEERING.sub("\ufffd", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

@@ -56,8 +56,13 @@ class Tokens:
         if not prompt:
             raise UsageError("the prompt is empty; give some text")
         text = chat_prompt(self.folder, prompt) if chat else prompt
-        # A chat template writes the special tokens itself.
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not chat).ids
+        try:
+            # A chat template writes the special tokens itself.
+            tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not chat).ids
+        except Exception as error:  # tokenizers raises Exception itself: a vocabulary may lack its unknown token
+            raise ModelFileError(
+                f"{self.folder / TOKENIZER} cannot split the prompt ({error}); copy it from the checkpoint again"
+            ) from error
         if not tokens:
             raise UsageError(f"{self.folder / TOKENIZER} makes no token of the prompt; give another text")
         return tokens
@@ -128,7 +133,7 @@ def _stop(folder: Path, sections: list[Mapping[str, Any]], tokenizer: Any) -> fr
     for values in sections:
         found = values.get("eos_token_id")
         found = found if isinstance(found, list) else [found]
-        if ids := frozenset(token for token in found if isinstance(token, int)):
+        if ids := frozenset(token for token in found if _is_count(token)):
             return ids
     name = _text(_read(folder / "tokenizer_config.json").get("eos_token"))
     token = tokenizer.token_to_id(name) if name else None
@@ -136,8 +141,12 @@ def _stop(folder: Path, sections: list[Mapping[str, Any]], tokenizer: Any) -> fr
 
 
 def _context(sections: list[Mapping[str, Any]]) -> int | None:
-    found = [values[name] for values in sections for name in _LENGTHS if isinstance(values.get(name), int)]
-    return found[0] if found else None
+    found = [values[name] for values in sections for name in _LENGTHS if _is_count(values.get(name))]
+    return next((length for length in found if length), None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _text(token: Any) -> str:

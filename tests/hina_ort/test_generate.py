@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import hina_ort
 from hina_ort.cli import app
+from hina_ort.files import UsageError
 from hina_ort.generation import command, decoder, show
 from hina_ort.generation.command import run_generate
 from hina_ort.generation.decoder import Decoder
@@ -57,6 +59,16 @@ def moe(tmp_path: Path) -> Path:
     decoders.save_tokenizer(source, tiny.VOCABULARY)
     hina_ort.convert(source, tmp_path / "fused")
     return tmp_path / "fused"
+
+
+def test_a_data_file_that_is_cut_off_is_named(moe: Path) -> None:
+    data = moe / "model.onnx.data"
+    os.truncate(data, data.stat().st_size - 64)
+    result = invoke(moe, PROMPT)
+    assert result.exit_code == 1 and data.name in result.stderr and "ONNX Runtime" not in result.stderr
+    data.unlink()
+    result = invoke(moe, PROMPT)
+    assert result.exit_code == 1 and data.name in result.stderr and "ONNX Runtime" not in result.stderr
 
 
 @pytest.mark.parametrize("positions", [0, 2, 3])
@@ -140,6 +152,20 @@ def test_the_text_ends_where_the_model_takes_no_more(tmp_path: Path) -> None:
     assert run_generate(folder, PROMPT, max_new_tokens=3).finish == "length"
     result = invoke(folder, "w1 w2 w3 w4 w5 w6 w7 w8")
     assert result.exit_code == 2 and "the prompt has 8 tokens, and the model takes 8 with the answer" in result.stderr
+
+
+@pytest.mark.parametrize("length", [0, -5, True, "many"])
+def test_a_length_that_is_none_does_not_end_the_text(tmp_path: Path, length: object) -> None:
+    folder = decoders.save_decoder(tmp_path / "decoder", max_position_embeddings=length, n_positions=8)
+    assert Tokens.read(folder / "model.onnx").context == 8
+
+
+def test_streams_may_be_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="standard input, which is closed"):
+        run_generate(folder, None, prompt_file=Path("-"))
+    monkeypatch.setattr(sys, "stdout", None)
+    show.write("lost")
 
 
 def test_samples_repeat_with_their_seed(folder: Path) -> None:
@@ -297,6 +323,13 @@ def stray_token(folder: Path) -> list[str]:
     return ["w1999"]
 
 
+def no_unknown_token(folder: Path) -> list[str]:
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["vocab"] = {"w1": 1}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return ["w2"]
+
+
 def latin_prompt(folder: Path) -> list[str]:
     (folder / "prompt.txt").write_bytes("Kälte".encode("latin-1"))
     return ["--prompt-file", str(folder / "prompt.txt")]
@@ -311,7 +344,9 @@ def latin_prompt(folder: Path) -> list[str]:
         (no_language_model, 1, "is no language model: it has the inputs ids_in, "),
         (unknown_input, 1, "has the input pixel_values of type tensor(float), which generate cannot give"),
         (not_a_number, 1, "computes NaN or infinite logits"),
-        (stray_token, 1, "ONNX Runtime cannot run"),
+        (stray_token, 1, "fails at token 1999, and has a vocabulary of 64: is the tokenizer that of another model?"),
+        (no_unknown_token, 1, "tokenizer.json cannot split the prompt (WordLevel error"),
+        (["\udcff"], 2, "the prompt is no text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
         (latin_prompt, 2, "is no text in UTF-8"),
         ([""], 2, "the prompt is empty"),
         (["  "], 2, "makes no token of the prompt"),
@@ -319,6 +354,7 @@ def latin_prompt(folder: Path) -> list[str]:
         ([PROMPT, "--prompt-file", "-"], 2, "give one prompt"),
         ([PROMPT, "--max-new-tokens", "0"], 2, "--max-new-tokens is 0"),
         ([PROMPT, "--threads", "0"], 2, "--threads is 0"),
+        ([PROMPT, "--threads", "100000"], 2, "--threads is 100000, expected "),
         ([PROMPT, "--temperature", "-1"], 2, "--temperature is -1"),
         ([PROMPT, "--temperature", "nan"], 2, "--temperature is nan"),
         ([PROMPT, "--temperature", "1", "--top-p", "0"], 2, "--top-p is 0"),

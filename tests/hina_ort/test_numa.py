@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -349,14 +350,22 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*CLI, "run", *arguments], env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_program_gets_the_mode_and_its_own_arguments() -> None:
+def test_the_program_gets_the_mode_and_its_own_arguments(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os, sys; print(os.environ['HINA_NUMA'], sys.argv[1:]); sys.exit(7)"
     done = run("--numa", "copy", "--", sys.executable, "-c", program, "--model", "x", HINA_NUMA="off")
     assert done.stdout == "copy ['--model', 'x']\n" and done.returncode == 7, done
-    done = run("--numa=auto", sys.executable, "-c", program, "--numa", "-v")  # without --
-    assert done.stdout == "auto ['--numa', '-v']\n" and done.returncode == 7, done
-    done = run(sys.executable, "-c", program)
-    assert done.stdout == "interleave []\n" and done.returncode == 7, done
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+    machine([0])
+    for options, mode in ((["--numa=auto"], "auto"), ([], "interleave")):
+        CliRunner().invoke(app, ["run", *options, "program", "--numa", "-v"])  # without --
+        name, arguments, environment = started.pop()
+        assert (name, arguments) == ("program", ["program", "--numa", "-v"]) and environment["HINA_NUMA"] == mode
+
+
+def test_a_pipe_that_is_closed_ends_the_program_silently() -> None:
+    program = "kill -PIPE $$; echo ignored"
+    assert run("--numa", "off", "--", "sh", "-c", program).returncode == -signal.SIGPIPE
 
 
 def test_what_cannot_be_run(tmp_path: Path) -> None:
@@ -366,6 +375,7 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
         (["--numa", "off", "--", str(tmp_path / "data")], 126, "cannot be run: Permission denied"),
         (["--numa", "both", "--", "true"], 2, "expected one of off, auto, interleave, bind, copy"),
         (["--numa", "off", "--model", "m.onnx", "--", "true"], 2, "--model is for --numa interleave"),
+        (["--model", "none.onnx", "--", "true"], 1, "none.onnx does not exist"),
         (["--numa", "off"], 2, "COMMAND"),
     ):
         result = CliRunner().invoke(app, ["run", *arguments])
