@@ -51,7 +51,9 @@ def find_model(path: Path, name: str = MODEL_NAME) -> Path:
     if path.is_dir():
         model = path / name
         if not model.exists():
-            raise ModelFileError(f"the folder {path} holds no {name}; name the model file itself")
+            checkpoint = any(path.glob("*.safetensors"))
+            advice = "export this checkpoint first: hina-ort export" if checkpoint else "name the model file itself"
+            raise ModelFileError(f"the folder {path} holds no {name}; {advice}")
         return model
     if not path.exists():
         raise ModelFileError(f"{path} does not exist")

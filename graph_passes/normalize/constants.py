@@ -9,6 +9,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from graph_passes.streaming import ChunkedTensor
+
 LIMIT = 1 << 16
 """Bytes; nothing larger is read or made."""
 
@@ -114,9 +116,14 @@ def _sizes(node: ir.Node, opset: int) -> npt.NDArray[np.int64] | None:
 
 
 def _constant_array(value: ir.Value | None) -> npt.NDArray[np.generic] | None:
-    """The array of an initializer that is no graph input, small, and of a type that is folded; else None."""
+    """The array of an initializer that is no graph input, small, and of a type that is folded; else None.
+
+    A matrix that is computed when it is read is a weight, however small: what reads it has to find it.
+    """
     tensor = None if value is None or value.is_graph_input() else value.const_value
     if tensor is None or tensor.nbytes > LIMIT or tensor.dtype not in _DTYPES:
+        return None
+    if isinstance(tensor, ChunkedTensor) and len(tensor.shape) > 1:
         return None
     return tensor.numpy()
 

@@ -73,7 +73,10 @@ class Checkpoint:
         Raises ModelFileError, naming the file, when one is missing, no safetensors, or cut off.
         """
         if not folder.is_dir():
-            raise ModelFileError(f"{folder} is no folder; name the folder of a downloaded checkpoint")
+            raise ModelFileError(
+                f"{folder} is no folder; download the checkpoint (hf download NAME --local-dir FOLDER), and name its "
+                "folder"
+            )
         config = _json(folder / CONFIG_NAME, "name the folder of a checkpoint, with its configuration in it")
         tensors: dict[str, StoredTensor] = {}
         for name in _shards(folder):

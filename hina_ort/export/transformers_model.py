@@ -41,8 +41,8 @@ def load(checkpoint: Checkpoint, opset: int) -> Decoder:
     module = _trying(f"transformers makes no language model of {kind}", lambda: tracing.build(config))
     if not tracing.has_experts(module):
         raise ModelFileError(
-            f"{checkpoint.folder} is a model of type {kind}, without experts that go through transformers' registry of "
-            f"experts; these can be exported: {architectures.known()}"
+            f"{checkpoint.folder} is a model of type {kind}, without experts that can be exported; these types can be: "
+            f"{architectures.known()}"
         )
     sources = weight_map.sources(module, checkpoint)
     traced = _trying(f"{kind} cannot be traced", lambda: tracing.trace(module, opset))

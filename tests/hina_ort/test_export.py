@@ -19,6 +19,7 @@ from numpy.testing import assert_array_equal
 
 from graph_passes.external_data import ModelFileError
 from graph_passes.mapped import MappedTensor
+from hina_ort.files import find_model
 from models.language_models import VOCABULARY
 from tests import decoders
 
@@ -239,6 +240,22 @@ def test_broken_checkpoints(checkpoint: Path, tmp_path: Path, trace: None, spoil
         export(source, tmp_path / "out")
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    from hina_ort.export.command import export
+
+    for source in (Path("Qwen/Qwen3-30B-A3B"), tmp_path / "config.json"):
+        with pytest.raises(ModelFileError, match=f"{source} is no folder; download the checkpoint"):
+            export(source, tmp_path / "out")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelFileError, match="holds neither model"):
+        export(tmp_path, tmp_path / "out")
+
+
+def test_a_checkpoint_is_no_model(checkpoint: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"holds no model\.onnx; export this checkpoint first: hina-ort export"):
+        find_model(checkpoint)
 
 
 def test_overwriting(checkpoint: Path, tmp_path: Path, trace: None) -> None:
