@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # protobuf has no types
 
 WHOLE_BYTES = 1 << 26
 """A file of at most so many bytes is read as a whole."""

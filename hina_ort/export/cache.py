@@ -66,7 +66,7 @@ def filled(config: Any, states: list[Any]) -> Any:
         if delta_net.is_linear(config, index):
             cache.layers.append(delta_net.layer(*pair))
             continue
-        layer: Any = DynamicLayer()  # type: ignore[no-untyped-call]
+        layer: Any = DynamicLayer()  # type: ignore[no-untyped-call]  # transformers gives no types
         if pair:
             layer.update(*pair)
         cache.layers.append(layer)

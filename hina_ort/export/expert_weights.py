@@ -169,6 +169,7 @@ def _drop_unused(model: ir.Model, *values: ir.Value) -> None:
         if value.uses():
             continue
         if (node := value.producer()) is not None:
-            node.graph.remove(node, safe=True)  # type: ignore[union-attr]
+            assert node.graph is not None
+            node.graph.remove(node, safe=True)
         else:
             model.graph.initializers.pop(str(value.name), None)

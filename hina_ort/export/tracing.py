@@ -178,7 +178,7 @@ def _name_values(model: ir.Model, states: list[cache.State]) -> None:
     symbols: dict[str, str] = {}
     for value, axes in zip(graph.inputs, dims, strict=True):
         for axis, name in axes.items():
-            if isinstance(symbol := value.shape[axis], ir.SymbolicDim):  # type: ignore[index]
+            if value.shape is not None and isinstance(symbol := value.shape[axis], ir.SymbolicDim):
                 symbols.setdefault(str(symbol.value), name)
     for node in graph.all_nodes():
         for value in node.outputs:

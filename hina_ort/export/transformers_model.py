@@ -51,8 +51,8 @@ def load(checkpoint: Checkpoint, opset: int) -> Decoder:
 
 def _require_transformers() -> None:
     try:
-        import onnxscript  # noqa: F401
-        import torch  # noqa: F401
+        import onnxscript  # noqa: F401  # only whether it is there
+        import torch  # noqa: F401  # likewise
         import transformers
     except ImportError as error:
         raise UsageError(

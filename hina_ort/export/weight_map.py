@@ -83,8 +83,8 @@ class Source:
 
     def mxfp4(self) -> tuple[StoredTensor, StoredTensor] | None:
         """Blocks `[E, N, K / 32, 16]` and scales `[E, N, K / 32]` of MXFP4, when that is what the checkpoint has."""
-        found = [self.tensors.get(part) for part in _MXFP4_PARTS]
-        return None if None in found else (found[0][0], found[1][0])  # type: ignore[index]
+        blocks, scales = (self.tensors.get(part) for part in _MXFP4_PARTS)
+        return None if blocks is None or scales is None else (blocks[0], scales[0])
 
     def _converted(self) -> npt.NDArray[Any]:
         import torch

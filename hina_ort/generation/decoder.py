@@ -47,7 +47,7 @@ class Decoder:
         with self._clear_errors():
             try:
                 self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-            except Exception:
+            except Exception:  # whatever ONNX Runtime raised: it is raised again, unless a clearer error comes first
                 external_data.load(source)  # names a file that is missing or cut off
                 raise
         self._inputs = {arg.name: arg for arg in self._session.get_inputs()}
@@ -140,7 +140,7 @@ class Decoder:
         """Say so when the model failed at a token that it has no logit for; such a token may have an embedding."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # likewise of ONNX Runtime; raised again unless a token is to blame
             size = next(arg.shape[-1] for arg in self._session.get_outputs() if arg.name == self._logits)
             if isinstance(size, int) and max(tokens) >= size:
                 raise ModelFileError(

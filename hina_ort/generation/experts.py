@@ -77,12 +77,10 @@ def _relocate(model: ir.Model, folder: Path) -> Path:
     Of a model given as bytes, ONNX Runtime refuses data that a link leads out of the folder that it is told.
     """
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    external = [value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
-    paths = {os.path.realpath(value.const_value.path) for value in external}  # type: ignore[union-attr]
+    external = [(value, value.const_value) for value in values if isinstance(value.const_value, ir.ExternalTensor)]
+    paths = {os.path.realpath(tensor.path) for _, tensor in external}
     home = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.path.realpath(folder)
-    for value in external:
-        tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
+    for value, tensor in external:
         value.const_value = ir.ExternalTensor(
             os.path.relpath(os.path.realpath(tensor.path), home),
             tensor.offset,

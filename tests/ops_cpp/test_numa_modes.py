@@ -59,21 +59,15 @@ def test_nothing_is_said_unless_asked_for(
     assert "hina" not in capfd.readouterr().err
 
 
-def test_the_variable_wins(
-    node: harness.Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variable", "entry"), [("off", "interleave"), ("", "off")], ids=["it wins", "empty: not asked"]
+)
+def test_the_variable_before_the_entry(
+    variable: str, entry: str, node: harness.Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HINA_VERBOSE", "1")
-    monkeypatch.setenv("HINA_NUMA", "off")
-    session(node, "interleave")
-    assert "numa off because it was asked for" in capfd.readouterr().err
-
-
-def test_an_empty_variable_asks_for_nothing(
-    node: harness.Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HINA_VERBOSE", "1")
-    monkeypatch.setenv("HINA_NUMA", "")
-    session(node, "off")
+    monkeypatch.setenv("HINA_NUMA", variable)
+    session(node, entry)
     assert "numa off because it was asked for" in capfd.readouterr().err
 
 

@@ -422,8 +422,8 @@ void test_copies() {
 }
 
 void test_available_memory() {
-  char root[] = "/tmp/available-XXXXXX";
-  CHECK(mkdtemp(root) != nullptr, "%s", root);
+  std::string root = std::filesystem::temp_directory_path() / "available-XXXXXX";
+  CHECK(mkdtemp(root.data()) != nullptr, "%s", root.c_str());
   const std::filesystem::path folder(root), group = folder / "sys/fs/cgroup";
   std::filesystem::create_directories(folder / "proc");
   std::filesystem::create_directories(group);
